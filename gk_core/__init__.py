@@ -1,0 +1,24 @@
+"""gk_core: giga-kernel decode for GPT-OSS as plain values and pure functions; needs attrs and nothing else.
+
+Read in this order:
+
+    errors            who has to act
+    model_geometry    layers, heads, parity: even layers slide, odd are full, 2j and 2j+1 share buffer j
+    kv_spec           honest per-layer specs, groups, shared buffers
+    kv_layout         the address of every byte, packed FP8 included
+    kv_budget         memory <-> blocks <-> tokens
+    block_table       block tables, trimmed to the window; slots
+    decode_step       rows -> attention control
+    decode_mesh       TP x DP x EP, and who owns what
+    stacked_weights   every stacked weight and where its elements come from
+    kernel_contract   one decode call, and every refusal
+    greedy            argmax over vocabulary shards
+    region            registered memory as strided runs
+    handshake         what peers must agree on
+    transfer_plan     which remote bytes land where
+    disaggregation    roles, and the one-token-short rule
+    lease, pull       the producer's and the consumer's state machines
+    ports             what the engines need of the world
+    prefill_engine    prefill -> lease -> hand off
+    decode_engine     admit -> pull -> step -> emit -> finish
+"""
