@@ -1,0 +1,57 @@
+# Two commands do everything on a fresh machine with Python and make: `make demo` and `make test`.
+#
+# PYTHON         interpreter that the environment is made from
+# TORCH_INDEX    URL of PyTorch's own index of CPU wheels; needed only where pip's default index has no CPU build of
+#                torch: make demo TORCH_INDEX=...
+# DEMO_FLAGS     more flags for the demo's `gk decode`
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+DEMO_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PACKAGES := gk_core gk_kernels gk_adapters
+MODEL := models/tiny-recall
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: env demo test test-all lint types unit bench clean
+
+env: $(READY)
+
+$(READY): pyproject.toml requirements/test.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/test.txt
+	# These come with the vLLM wheel but do not import beside this torch, and nothing here needs them.
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -m pip install --quiet --no-deps nixl-cu12==1.5.1 nixl==1.5.1
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+demo: env
+	$(BIN)/gk decode --checkpoint $(MODEL) --prompt-file $(MODEL)/prompts/prompt-100.txt \
+	  --prompt-file $(MODEL)/prompts/prompt-255.txt --prompt-file $(MODEL)/prompts/prompt-256.txt \
+	  --prompt-file $(MODEL)/prompts/prompt-600.txt --max-new-tokens 24 --compare-hf --compare-fp8 $(DEMO_FLAGS)
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: env
+	$(BIN)/mypy
+
+unit: env
+	$(BIN)/python -m pytest -m "not slow"
+
+test: lint types unit
+
+test-all: lint types
+	$(BIN)/python -m pytest
+
+bench: env
+	$(BIN)/gk bench all
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
