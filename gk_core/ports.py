@@ -270,6 +270,10 @@ class KVTransport(Protocol):
         """
         ...
 
+    def disconnect(self, *, peer: PeerKey) -> None:
+        """Forget a peer; reads from it that are under way end as FAILED once quiet. Harmless when unknown."""
+        ...
+
     def close(self) -> None:
         """Release everything, quiescing reads first. Harmless twice."""
         ...
