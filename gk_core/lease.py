@@ -180,7 +180,7 @@ class LeaseBook:
     def release(self, release: Release, *, now: float) -> ReleaseResult:
         """Count one rank's release; the last one ends the lease. Anything that does not fit is ignored and counted."""
         verdict = self._standing(release, now)
-        if verdict is ClaimVerdict.PRODUCER_FAILED:
+        if verdict is ClaimVerdict.PRODUCER_FAILED and release.request_id in self._live:
             verdict = ClaimVerdict.HELD  # a withdrawn lease waits for exactly this
         if verdict is ClaimVerdict.HELD and release.reader.key.rank in self._live[release.request_id].released_ranks:
             verdict = ClaimVerdict.ALREADY_USED
