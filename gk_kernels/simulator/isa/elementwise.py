@@ -1,0 +1,475 @@
+"""Element-wise instructions of the Vector, Scalar and GpSimd engines, and reductions over the free axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gk_kernels.simulator.dtypes import Array
+from gk_kernels.simulator.errors import UsageError, refuse
+from gk_kernels.simulator.isa import accumulators
+from gk_kernels.simulator.isa.check import (
+    DONE,
+    PSUM,
+    SBUF,
+    Scalar,
+    bits16,
+    buffer,
+    column,
+    column_values,
+    core_of,
+    cycles,
+    integer,
+    no_psum,
+    one_psum,
+    pick_engine,
+    put,
+    put_raw,
+    read_f32,
+    same,
+    tensor,
+    tensors,
+    writable,
+)
+from gk_kernels.simulator.isa.constants import NkiInstruction, engine, reduce_cmd
+from gk_kernels.simulator.ops import Op, as_op, binary, reducer
+from gk_kernels.simulator.tensor import NkiTensor, Tile
+
+_unknown = engine.unknown
+_INT32 = ("int32", "uint32")
+_F32 = ("float32",)
+_VSG = ("vector", "scalar", "gpsimd")
+
+
+def tensor_copy(dst: NkiTensor, src: NkiTensor, engine: engine = _unknown, name: str | None = None) -> NkiInstruction:
+    """dst = src; bit for bit between equal dtypes (except on the Scalar Engine), else through fp32."""
+    core = core_of("tensor_copy")
+    tile = same("tensor_copy", dst, src)
+    used = pick_engine("tensor_copy", engine, "vector", _VSG, dst, src)
+    writable("tensor_copy", dst)
+    core.retire("tensor_copy", used, cycles(tile.free), tile.free, dst, src)
+    if core.trace:
+        return DONE
+    if dst.dtype == src.dtype:
+        values = src.read()
+        if dst.storage is src.storage:
+            values = values.copy()
+        put_raw(dst, values)
+    else:
+        put(dst, read_f32(src))
+    return DONE
+
+
+def memset(dst: NkiTensor, value: float, engine: engine = _unknown, name: str | None = None) -> NkiInstruction:
+    """dst = value, which the dtype must be able to hold (x4 types: only 0)."""
+    core = core_of("memset")
+    tile = tensor("memset", "dst", dst).tile()
+    writable("memset", dst)
+    used = pick_engine("memset", engine, "vector", ("vector", "gpsimd"), dst)
+    if not isinstance(value, (int, float, np.integer, np.floating)):
+        refuse("memset: value", repr(value), "a number known at build time", UsageError)
+    dtype = dst.dtype
+    if dtype.kind == "x":
+        if value != 0:
+            refuse("memset: value of an x4 type", value, "0")
+        cast: Any = dtype.np.type(0)
+    elif dtype.kind in "iu":
+        if value != int(value) or not np.iinfo(dtype.np).min <= value <= np.iinfo(dtype.np).max:
+            refuse(f"memset: value of {dtype}", value, "a value that the dtype can hold")
+        cast = dtype.np.type(int(value))
+    else:
+        cast = dtype.from_f32(np.asarray([value], np.float32))[0]
+        if np.isfinite(value) and not np.isfinite(np.float32(cast)):
+            refuse(f"memset: value of {dtype}", value, "a value that the dtype can hold")
+    core.retire("memset", used, cycles(tile.free), tile.free, dst)
+    if not core.trace:
+        dst.write_target()[...] = cast
+        if dst.storage.unwritten is not None or dst.storage.matmul is not None:
+            dst.wrote()
+    return DONE
+
+
+def _bit_operands(rule: str, *operands: NkiTensor) -> None:
+    for operand in operands:
+        if not integer(operand.dtype):
+            refuse(f"{rule}: bitwise operand dtype", operand.dtype, "an integer dtype")
+        if operand.dtype.itemsize != operands[0].dtype.itemsize:
+            refuse(f"{rule}: bitwise operand sizes", f"{operand.dtype} and {operands[0].dtype}", "equal sizes")
+
+
+def tensor_tensor(
+    dst: NkiTensor,
+    data1: NkiTensor,
+    data2: NkiTensor,
+    op: Any,
+    engine: engine = _unknown,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst = data1 op data2, in fp32; 32-bit integers exactly, on GpSimd, when no operand is in PSUM."""
+    core = core_of("tensor_tensor")
+    tile = same("tensor_tensor", dst, data1, data2)
+    found = op if type(op) is Op and op.alu is not None else binary(op, "tensor_tensor")
+    one_psum("tensor_tensor", data1, data2)
+    if 0 in dst.strides:
+        writable("tensor_tensor", dst)
+    exact = (
+        not found.bitwise
+        and dst.dtype in _INT32
+        and data1.dtype in _INT32
+        and data2.dtype in _INT32
+        and PSUM not in (dst.buffer, data1.buffer, data2.buffer)
+    )
+    power = found.name == "power"
+    if found.bitwise:
+        _bit_operands("tensor_tensor", dst, data1, data2)
+    default = "gpsimd" if exact or power else "vector"
+    used = pick_engine("tensor_tensor", engine, default, ("vector", "gpsimd"), dst, data1, data2)
+    if power:
+        no_psum("tensor_tensor with power", dst, data1, data2)
+        if used != "gpsimd":
+            refuse("tensor_tensor: engine of power", used, "gpsimd")
+    n = tile.free
+    core.retire("tensor_tensor", used, cycles(n if bits16(data1, data2) else 2 * n), n, dst, data1, data2)
+    if core.trace:
+        return DONE
+    assert found.alu is not None
+    if found.bitwise:
+        a, b = data1.read(), data2.read()
+        put_raw(dst, found.alu(a, _like(b, a).view(a.dtype)).view(dst.dtype.np))
+    elif exact and used == "gpsimd":
+        wide = found.alu(data1.read().astype(np.int64), _like(data2.read(), data1.read()).astype(np.int64))
+        info = np.iinfo(dst.dtype.np)
+        put_raw(dst, np.clip(wide, info.min, info.max).astype(dst.dtype.np))
+    else:
+        a, b = read_f32(data1), read_f32(data2)
+        put(dst, found.alu(a, b if a.shape == b.shape else b.reshape(a.shape)))
+    return DONE
+
+
+def _like(values: Array, other: Array) -> Array:
+    return np.ascontiguousarray(values if values.shape == other.shape else values.reshape(other.shape))
+
+
+def _scalar_step(op: Op, values: Array, operand: Any, reverse: bool) -> Array:
+    if op.alu is None:
+        assert op.alu_unary is not None
+        return op.alu_unary(values)
+    return op.alu(operand, values) if reverse else op.alu(values, operand)
+
+
+def _scalar_op(rule: str, op: Any, operand: Any, label: str) -> Op:
+    found = as_op(op, rule)
+    if found.alu is None and found.alu_unary is None:
+        refuse(f"{rule}: {label}", repr(found), "an ALU operator")
+    if found.alu is None and not (operand is None or (not isinstance(operand, NkiTensor) and operand == 0)):
+        refuse(f"{rule}: operand of unary {found!r}", repr(operand), "None or 0")
+    return found
+
+
+def _bit_column(value: Any, dtype: np.dtype[Any], ndim: int) -> Any:
+    if isinstance(value, NkiTensor):
+        values = value.read()
+        return values.reshape((values.shape[0],) + (1,) * (ndim - 1)).astype(dtype)
+    return np.array(int(value) & (2 ** (8 * dtype.itemsize) - 1), f"u{dtype.itemsize}").view(dtype)
+
+
+def tensor_scalar(
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Scalar | None,
+    reverse0: bool = False,
+    op1: Any = None,
+    operand1: Scalar | None = None,
+    reverse1: bool = False,
+    engine: engine = _unknown,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst = (data op0 operand0) op1 operand1; operands are constants or fp32 [P, 1] columns."""
+    rule = "tensor_scalar"
+    core = core_of(rule)
+    tile = same(rule, dst, data)
+    if 0 in dst.strides:
+        writable(rule, dst)
+    first = _scalar_op(rule, op0, operand0, "op0")
+    second = None if op1 is None else _scalar_op(rule, op1, operand1, "op1")
+    if second is None and operand1 is not None:
+        refuse(f"{rule}: operand1", repr(operand1), "None without op1", UsageError)
+    if second is not None and second.bitwise != first.bitwise:
+        refuse(f"{rule}: operators", f"{first!r} and {second!r}", "both bitwise or both arithmetic")
+    default = "gpsimd" if first.name == "rsqrt" or (second is not None and second.name == "rsqrt") else "vector"
+    used = pick_engine(rule, engine, default, _VSG, dst, data)
+    if first.bitwise:
+        _bit_operands(rule, dst, data)
+        if used != "vector":
+            refuse(f"{rule}: engine of a bitwise operator", used, "vector")
+    else:
+        if used == "vector" and default == "gpsimd":
+            refuse(f"{rule}: rsqrt on the Vector Engine", "engine.vector", "gpsimd, or nisa.activation")
+        if used == "scalar" and core.target.generation == 3:
+            pair = (first.name, None if second is None else second.name)
+            if pair not in (("multiply", "add"), ("multiply", None), ("add", None)):
+                refuse(
+                    f"{rule}: operators on trn2's Scalar Engine",
+                    pair,
+                    "multiply then add, multiply alone, or add alone",
+                )
+        if used == "gpsimd":
+            no_psum(rule, dst, data)
+    allowed = None if first.bitwise else _F32
+    a = None if first.alu is None else column(rule, "operand0", operand0, tile, allowed)
+    b = None if second is None or second.alu is None else column(rule, "operand1", operand1, tile, allowed)
+    n = tile.free
+    core.retire(rule, used, cycles(n), n, dst, data, *tensors(a, b))
+    if core.trace:
+        return DONE
+    ndim = len(data.shape)
+    if first.bitwise:
+        values = data.read()
+        kind = values.dtype
+        values = _scalar_step(first, values, None if a is None else _bit_column(a, kind, ndim), reverse0)
+        if second is not None:
+            values = _scalar_step(second, values, None if b is None else _bit_column(b, kind, ndim), reverse1)
+        put_raw(dst, np.ascontiguousarray(values).view(dst.dtype.np))
+        return DONE
+    values = _scalar_step(first, read_f32(data), None if a is None else column_values(a, ndim), reverse0)
+    if second is not None:
+        values = _scalar_step(second, values, None if b is None else column_values(b, ndim), reverse1)
+    put(dst, values)
+    return DONE
+
+
+def scalar_tensor_tensor(
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Scalar,
+    op1: Any,
+    operand1: NkiTensor,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst = (data op0 operand0) op1 operand1, where operand1 is a whole tile. Vector Engine."""
+    rule = "scalar_tensor_tensor"
+    core = core_of(rule)
+    tile = same(rule, dst, data, operand1)
+    if 0 in dst.strides:
+        writable(rule, dst)
+    first, second = _scalar_op(rule, op0, operand0, "op0"), binary(op1, rule)
+    if first.bitwise or second.bitwise:
+        refuse(f"{rule}: operators", f"{first!r} and {second!r}", "arithmetic operators")
+    one_psum(rule, data, operand1)
+    a = None if first.alu is None else column(rule, "operand0", operand0, tile)
+    n = tile.free
+    core.retire(rule, "vector", cycles(n if bits16(data, operand1) else 2 * n), n, dst, data, operand1, *tensors(a))
+    if core.trace:
+        return DONE
+    values = _scalar_step(first, read_f32(data), None if a is None else column_values(a, len(data.shape)), reverse0)
+    other = read_f32(operand1)
+    put(dst, _scalar_step(second, values, other.reshape(values.shape), reverse1))
+    return DONE
+
+
+def _axes(rule: str, axis: Any, ndim: int) -> tuple[int, ...]:
+    axes = (axis,) if isinstance(axis, (int, np.integer)) else tuple(axis)
+    axes = tuple(sorted(a + ndim if a < 0 else a for a in axes))
+    if not axes or axes[0] == 0:
+        refuse(f"{rule}: axis", axis, "free axes only; the partition axis cannot be reduced")
+    if axes != tuple(range(axes[0], ndim)):
+        refuse(f"{rule}: axis", axis, "the last contiguous free axes")
+    return axes
+
+
+def tensor_reduce(
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    axis: Any,
+    negate: bool = False,
+    keepdims: bool = False,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst = op over the last free axes of data, in fp32, optionally negated. Vector Engine."""
+    rule = "tensor_reduce"
+    core = core_of(rule)
+    out, tile = tensor(rule, "dst", dst).tile(), tensor(rule, "data", data).tile()
+    found = reducer(op, rule)
+    axes = _axes(rule, axis, len(data.shape))
+    kept = 1
+    for size in data.shape[1 : axes[0]]:
+        kept *= size
+    if out.partitions != tile.partitions or out.free != kept:
+        refuse(f"{rule}: dst shape", dst.shape, f"({tile.partitions}, {kept} elements per partition)")
+    if found.bitwise:
+        _bit_operands(rule, dst, data)
+        if negate:
+            refuse(f"{rule}: negate", f"with {found!r}", "arithmetic operators")
+    core.retire(rule, "vector", cycles(tile.free), tile.free, dst, data)
+    if core.trace:
+        return DONE
+    if found.bitwise:
+        put_raw(dst, found.reduce.reduce(data.read(), axis=axes).astype(dst.dtype.np))
+        return DONE
+    values = _reduce(found, read_f32(data), axes)
+    put(dst, -values if negate else values)
+    return DONE
+
+
+def _reduce(op: Op, values: Array, axes: tuple[int, ...]) -> Array:
+    if op.name == "subtract":
+        flat = values.reshape(*values.shape[: axes[0]], -1)
+        rest: Array = flat[..., 1:].sum(axis=-1, dtype=np.float32)
+        return np.asarray(flat[..., 0] - rest)
+    result: Array = np.asarray(op.reduce.reduce(values, axis=axes), np.float32)
+    return result
+
+
+def tensor_scalar_reduce(
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Scalar | None,
+    reduce_op: Any,
+    reduce_res: NkiTensor | None = None,
+    reverse0: bool = False,
+    reduce_cmd: reduce_cmd = reduce_cmd.reset_reduce,
+    reduce_init: Scalar | None = None,
+    reduce_res_negate: bool = False,
+    name: str | None = None,
+) -> NkiInstruction:
+    """tensor_scalar with one operator, and a reduction of its result over all free axes. Vector Engine."""
+    rule = "tensor_scalar_reduce"
+    core = core_of(rule)
+    tile = same(rule, dst, data)
+    first = _scalar_op(rule, op0, operand0, "op0")
+    if first.bitwise:
+        refuse(f"{rule}: op0", repr(first), "an arithmetic operator")
+    if reverse0:
+        refuse(f"{rule}: reverse0", True, "False (not supported yet)")
+    found = reducer(reduce_op, rule, frozenset({"add", "multiply", "maximum", "minimum"}))
+    a = None if first.alu is None else column(rule, "operand0", operand0, tile, _F32)
+    accumulators.check(rule, "vector", tile, reduce_cmd, reduce_res, reduce_init)
+    core.retire(rule, "vector", cycles(tile.free), tile.free, dst, data, *tensors(a, reduce_res, reduce_init))
+    if core.trace:
+        return DONE
+    values = _scalar_step(first, read_f32(data), None if a is None else column_values(a, len(data.shape)), False)
+    put(dst, values)
+    accumulators.run(core, "vector", tile, found, values, reduce_cmd, reduce_res, reduce_init, reduce_res_negate)
+    return DONE
+
+
+def tensor_scalar_cumulative(
+    dst: NkiTensor,
+    src: NkiTensor,
+    op0: Any,
+    op1: Any,
+    imm0: Scalar,
+    imm1: Scalar | None = None,
+    reduce_cmd: reduce_cmd = reduce_cmd.reset_reduce,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst[i] = op1(op0(src[i], imm0), dst[i-1]), a running reduction along the free axes. Vector Engine."""
+    rule = "tensor_scalar_cumulative"
+    core = core_of(rule)
+    tile = same(rule, dst, src)
+    first = _scalar_op(rule, op0, imm0, "op0")
+    second = reducer(op1, rule, frozenset({"add", "subtract", "multiply", "maximum", "minimum"}))
+    for operand in (dst, src):
+        if operand.dtype in _INT32:
+            refuse(f"{rule}: dtype", operand.dtype, "no 32-bit integers")
+    a = column(rule, "imm0", imm0, tile, _F32)
+    accumulators.check(rule, "vector", tile, reduce_cmd, None, imm1)
+    core.retire(rule, "vector", cycles(tile.free), tile.free, dst, src, *tensors(a, imm1))
+    if core.trace:
+        return DONE
+    values = _scalar_step(first, read_f32(src), column_values(a, len(src.shape)), False)
+    flat = values.reshape(tile.partitions, -1)
+    register = accumulators.start(core, "vector", tile, second, reduce_cmd, imm1)
+    result = np.empty_like(flat)
+    assert second.alu is not None
+    for i in range(flat.shape[1]):
+        register = second.alu(flat[:, i], register)
+        result[:, i] = register
+    accumulators.store(core, "vector", tile, register)
+    put(dst, result)
+    return DONE
+
+
+def tensor_tensor_scan(
+    dst: NkiTensor,
+    data0: NkiTensor,
+    data1: NkiTensor,
+    initial: Scalar,
+    op0: Any,
+    op1: Any,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+) -> NkiInstruction:
+    """dst[i] = op1(op0(data0[i], dst[i-1]), data1[i]) along the free axes, from `initial`. Vector Engine."""
+    rule = "tensor_tensor_scan"
+    core = core_of(rule)
+    tile = same(rule, dst, data0, data1)
+    one_psum(rule, data0, data1)
+    first, second = binary(op0, rule), binary(op1, rule)
+    if first.bitwise or second.bitwise:
+        refuse(f"{rule}: operators", f"{first!r} and {second!r}", "arithmetic operators")
+    a = column(rule, "initial", initial, tile)
+    core.retire(rule, "vector", cycles(2 * tile.free), tile.free, dst, data0, data1, *tensors(a))
+    if core.trace:
+        return DONE
+    x, y = read_f32(data0).reshape(tile.partitions, -1), read_f32(data1).reshape(tile.partitions, -1)
+    state = np.broadcast_to(np.ravel(column_values(a, 2)), (tile.partitions,)).astype(np.float32)
+    result = np.empty(x.shape, np.float32)
+    assert first.alu is not None
+    assert second.alu is not None
+    for i in range(x.shape[1]):
+        step = first.alu(state, x[:, i]) if reverse0 else first.alu(x[:, i], state)
+        state = second.alu(y[:, i], step) if reverse1 else second.alu(step, y[:, i])
+        result[:, i] = state
+    put(dst, result)
+    return DONE
+
+
+def affine_values(rule: str, tile: Tile, pattern: Any, offset: int, channel_multiplier: int) -> Array:
+    """offset + partition * channel_multiplier + sum(step * i), as int64 [P, F]."""
+    values = np.zeros(1, np.int64)
+    for step, count in pattern:
+        values = (values[:, None] + np.arange(count, dtype=np.int64) * step).ravel()
+    rows = np.arange(tile.partitions, dtype=np.int64) * channel_multiplier + offset
+    return rows[:, None] + values
+
+
+def check_pattern(rule: str, tile: Tile, pattern: Any) -> None:
+    """A generated pattern covers the tile's free elements in at most 4 dimensions."""
+    count = 1
+    for _, n in pattern:
+        count *= n
+    if len(pattern) > 4 or count != tile.free:
+        refuse(
+            f"{rule}: pattern",
+            [list(p) for p in pattern],
+            f"up to 4 pairs that make {tile.free} elements per partition",
+        )
+
+
+def iota(
+    dst: NkiTensor, pattern: Any, offset: int = 0, channel_multiplier: int = 0, name: str | None = None
+) -> NkiInstruction:
+    """dst[p, ...] = offset + p * channel_multiplier + sum(step * i), in 32-bit integers. GpSimd, SBUF."""
+    rule = "iota"
+    core = core_of(rule)
+    buffer(rule, "dst", dst, SBUF)
+    tile = dst.tile()
+    check_pattern(rule, tile, pattern)
+    core.retire(rule, "gpsimd", cycles(tile.free), tile.free, dst)
+    if core.trace:
+        return DONE
+    values = affine_values(rule, tile, pattern, offset, channel_multiplier).astype(np.int32)
+    if dst.dtype in _INT32:
+        put_raw(dst, values.astype(dst.dtype.np))
+    else:
+        put(dst, values.astype(np.float32))
+    return DONE
