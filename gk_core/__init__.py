@@ -10,14 +10,20 @@ Read in this order:
     block_table       block tables, trimmed to the window; slots
     decode_step       rows -> attention control
     decode_mesh       TP x DP x EP, and who owns what
-    stacked_weights   every stacked weight and where its elements come from
+    weight_layouts, weight_parts, checkpoint_tensors, stack_builder, stacked_experts, stacked_weights
+                      every stacked weight and where its elements come from
     kernel_contract   one decode call, and every refusal
     greedy            argmax over vocabulary shards
     region            registered memory as strided runs
-    handshake         what peers must agree on
-    transfer_plan     which remote bytes land where
     disaggregation    roles, and the one-token-short rule
-    lease, pull       the producer's and the consumer's state machines
+    rank_grid, peer_layout, handshake
+                      what a cache says of itself, and what peers must agree on
+    peer_map, transfer_plan
+                      which remote bytes land where
+    hand_off          what travels through the client from prefill to decode
+    notices, lease, pull, peers
+                      what the two sides tell each other, and their state machines
+    metrics           names of what is counted
     ports             what the engines need of the world
     prefill_engine    prefill -> lease -> hand off
     decode_engine     admit -> pull -> step -> emit -> finish

@@ -92,7 +92,7 @@ class BlockPool(Protocol):
         that the sliding window has already left behind.
 
         Raises:
-            CapacityError: not enough free blocks; nothing was taken or evicted.
+            CapacityError: not enough free blocks; nothing was taken. What the window left behind is given back even so.
             LayoutError: counts that go backwards or below zero.
         """
         ...
