@@ -38,7 +38,7 @@ def _modules() -> dict[str, ModuleType]:
     nki.__version__ = "0.6.0"  # type: ignore[attr-defined]
     # Older spelling that AWS's own library still imports.
     typing = ModuleType("neuronxcc.nki.typing")
-    typing.tensor = language.NkiTensor  # type: ignore[attr-defined]
+    typing.tensor = typing.mutable_tensor = language.NkiTensor  # type: ignore[attr-defined]
     outer, inner = ModuleType("neuronxcc"), ModuleType("neuronxcc.nki")
     outer.__path__, inner.__path__ = [], []
     outer.nki, inner.typing = inner, typing  # type: ignore[attr-defined]

@@ -143,7 +143,7 @@ class NkiTensor(NKIObject):
         name: the name it was allocated under.
     """
 
-    __slots__ = ("_array", "_marks", "_tile", "_version", "buffer", "dtype", "indirect_index", "name",
+    __slots__ = ("_array", "_marks", "_tile", "_unchecked", "_version", "buffer", "dtype", "indirect_index", "name",
                  "offset", "shape", "storage", "strides")  # fmt: skip
 
     shape: Shape
@@ -173,6 +173,7 @@ class NkiTensor(NKIObject):
         self._marks: Array | None = None
         self._tile: Tile | None = None
         self._version = 0
+        self._unchecked = False
 
     # Views ------------------------------------------------------------------------------------------------------
 
@@ -191,6 +192,7 @@ class NkiTensor(NKIObject):
         view.indirect_index = indirect
         view._array = view._marks = view._tile = None
         view._version = 0
+        view._unchecked = self._unchecked
         return view
 
     @property
@@ -640,17 +642,23 @@ class NkiTensor(NKIObject):
                     refuse("ap scalar_offset on chip", "indirect_dim 0", "a free dimension")
                 indirect = Indirect("scalar", _index_tensor(scalar_offset), multiplier, self.shape[dim], -1)
         view = self._view(shape, strides, offset, new, indirect)
-        first = 1 if indirect is not None and indirect.kind == "vector" else 0
-        reach = offset + sum((n - 1) * abs(s) for n, s in zip(shape[first:], strides[first:], strict=True))
-        total = self.storage.nbytes // new.itemsize
-        if reach >= total or (self.on_chip and self._row_overrun(shape, strides, offset, row)):
+        view._unchecked = True
+        return view
+
+    def check_bounds(self) -> None:
+        """An access pattern stays inside its storage (looked at when an instruction uses it)."""
+        self._unchecked = False
+        shape, strides, row = self.shape, self.strides, self.row
+        first = 1 if self.indirect_index is not None and self.indirect_index.kind == "vector" else 0
+        reach = self.offset + sum((n - 1) * abs(s) for n, s in zip(shape[first:], strides[first:], strict=True))
+        total = self.storage.nbytes // self.dtype.itemsize
+        if reach >= total or (self.on_chip and self._row_overrun(shape, strides, self.offset, row)):
             refuse(
                 "ap bounds",
-                f"element {reach} (offset {offset}, pattern {list(map(tuple, pattern))})",
+                f"element {reach} (offset {self.offset}, pattern {list(zip(strides, shape, strict=True))})",
                 f"{total} elements, {row} per partition" if self.on_chip else f"{total} elements",
                 BoundsError,
             )
-        return view
 
     @staticmethod
     def _row_overrun(shape: Shape, strides: Shape, offset: int, row: int) -> bool:
@@ -800,6 +808,8 @@ class NkiTensor(NKIObject):
             return tile
         if not self.storage.on_chip:
             refuse("compute engines read and write on-chip memory", self.buffer.value, "SBUF or PSUM (dma_copy first)")
+        if self._unchecked:
+            self.check_bounds()
         shape, strides = self.shape, self.strides
         if len(shape) > MAX_DIMS:
             refuse("access pattern dimensions", len(shape), f"at most {MAX_DIMS}, the partition included")

@@ -21,6 +21,7 @@ from gk_kernels.simulator.ops import as_op
 from gk_kernels.simulator.tensor import NkiTensor, Shape
 
 LIMIT = 1 << 32
+_Dge, _Oob = dge_mode, oob_mode
 _error, _skip = oob_mode.error, oob_mode.skip
 _unknown, _swdge, _hwdge = dge_mode.unknown, dge_mode.swdge, dge_mode.hwdge
 _ROUTE = {"sbuf": "sbuf", "private_hbm": "hbm", "shared_hbm": "hbm"}
@@ -79,6 +80,8 @@ def _check_side(rule: str, label: str, view: Any) -> NkiTensor:
         refuse(f"{rule}: {label} buffer", "psum", "SBUF or HBM; DMA reaches no PSUM")
     if found.storage.on_chip and found.shape[0] > 128:
         refuse(f"{rule}: {label} partitions", found.shape[0], 128)
+    if found._unchecked:
+        found.check_bounds()
     return found
 
 
@@ -225,11 +228,17 @@ def _in_range(core: Core, view: NkiTensor, mode: oob_mode) -> bool:
     return True
 
 
-def _check_modes(rule: str, mode: Any, oob: Any, queue: Any = engine.unknown) -> None:
-    if not isinstance(mode, dge_mode):
-        refuse(f"{rule}: dge_mode", repr(mode), "a member of nisa.dge_mode", UsageError)
-    if not isinstance(oob, oob_mode):
-        refuse(f"{rule}: oob_mode", repr(oob), "a member of nisa.oob_mode", UsageError)
+def member(rule: str, label: str, kind: Any, value: Any) -> Any:
+    """`value` as a member of an enum of nisa; the plain number of one is taken with a warning."""
+    if type(value) is kind:
+        return value
+    if not isinstance(value, int) or value not in [m.value for m in kind]:
+        refuse(f"{rule}: {label}", repr(value), f"a member of nisa.{kind.__name__}", UsageError)
+    core_of(rule).warn(f"{rule}: {label}={value} as a plain number; NKI 0.3 and later want nisa.{kind.__name__}")
+    return kind(value)
+
+
+def _check_queue(rule: str, mode: Any, queue: Any) -> None:
     if not isinstance(queue, engine):
         refuse(f"{rule}: engine", repr(queue), "a member of nisa.engine", UsageError)
     if queue is not engine.unknown and mode is not _hwdge:
@@ -262,7 +271,8 @@ def dma_copy(
     core = core_of(rule)
     _check_side(rule, "dst", dst)
     _check_side(rule, "src", src)
-    _check_modes(rule, dge_mode, oob_mode, engine)
+    dge_mode, oob_mode = member(rule, "dge_mode", _Dge, dge_mode), member(rule, "oob_mode", _Oob, oob_mode)
+    _check_queue(rule, dge_mode, engine)
     check_priority(core, rule, priority)
     elements = prod(dst.shape)
     if elements != prod(src.shape):
@@ -317,7 +327,7 @@ def dma_transpose(
     core = core_of(rule)
     _check_side(rule, "dst", dst)
     _check_side(rule, "src", src)
-    _check_modes(rule, dge_mode, oob_mode)
+    dge_mode, oob_mode = member(rule, "dge_mode", _Dge, dge_mode), member(rule, "oob_mode", _Oob, oob_mode)
     check_priority(core, rule, priority)
     ndim = len(src.shape)
     order = _AXES.get(ndim)
@@ -437,7 +447,7 @@ def dma_compute(
     rule = "dma_compute"
     core = core_of(rule)
     _check_side(rule, "dst", dst)
-    _check_modes(rule, _unknown, oob_mode)
+    oob_mode = member(rule, "oob_mode", _Oob, oob_mode)
     if not isinstance(srcs, (list, tuple)) or not 1 <= len(srcs) <= 16:
         refuse(f"{rule}: srcs", repr(srcs), "a list of 1 to 16 tensors", UsageError)
     for src in srcs:
