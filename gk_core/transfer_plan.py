@@ -1,30 +1,39 @@
 """Transfer plan: which bytes of which remote blocks land in which local blocks.
 
+Dims: T tokens that move, K kernel block size (tokens of one registered block).
+
+Strategy. `map_peer` has answered, once per peer, which remote ranks hold our heads and tokens and which bytes of their
+blocks; `plan_pull` answers, per request, which blocks. Blocks are paired by logical position, never by count from an
+end: unit u of a request (a block, or a kernel block where the sides' block sizes differ) lies on dcp rank u % dcp_size,
+in entry u // dcp_size of that side's block table. Anything that does not pair is refused before an address is formed.
 Planning is pure: adapters execute a plan without knowing models, heads or ranks.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from typing import overload
+
 from attrs import frozen
 
-from gk_core.errors import LayoutError
+from gk_core.block_table import NULL_BLOCK_ID
+from gk_core.disaggregation import needed_range
+from gk_core.errors import LayoutError, RequestError
+from gk_core.model_geometry import AttentionKind
+from gk_core.peer_map import HeadSlice, PeerMap
+from gk_core.untrusted import shown
 
-__all__ = ["BlockRun", "HeadSlice", "RankRead", "TransferPlan"]
-
-
-@frozen(kw_only=True)
-class HeadSlice:
-    """Which bytes of a block move; the same for every block and region of one read.
-
-    Attributes:
-        local_offset_bytes: into our block.
-        remote_offset_bytes: into the peer's block.
-        length_bytes: of each piece.
-    """
-
-    local_offset_bytes: int
-    remote_offset_bytes: int
-    length_bytes: int
+__all__ = [
+    "BlockPairs",
+    "BlockRun",
+    "GroupBlocks",
+    "HeadSlice",
+    "RankRead",
+    "TransferPlan",
+    "plan_pull",
+]
 
 
 @frozen(kw_only=True)
@@ -45,6 +54,57 @@ class BlockRun:
             raise LayoutError(f"a block run needs ids >= 0 and count >= 1, got {self}")
 
 
+@frozen(kw_only=True, slots=False, eq=False, repr=False)
+class BlockPairs(Sequence[BlockRun]):
+    """Paired block ids that are runs to whoever reads them as such: no object per block until one is asked for.
+
+    Equal to the tuple of its runs, which ascend by local block id and are coalesced.
+
+    >>> list(BlockPairs(local_ids=(9, 4, 5), remote_ids=(3, 7, 8)))
+    [BlockRun(local_start=4, remote_start=7, count=2), BlockRun(local_start=9, remote_start=3, count=1)]
+
+    Attributes:
+        local_ids, remote_ids: block ids, pair by pair, in no particular order.
+    """
+
+    local_ids: tuple[int, ...]
+    remote_ids: tuple[int, ...]
+
+    @cached_property
+    def _runs(self) -> tuple[BlockRun, ...]:
+        columns: list[list[int]] = []
+        last_local = last_remote = -2
+        for local, remote in sorted(zip(self.local_ids, self.remote_ids, strict=True)):
+            if local == last_local + 1 and remote == last_remote + 1:
+                columns[-1][2] += 1
+            else:
+                columns.append([local, remote, 1])
+            last_local, last_remote = local, remote
+        return tuple(BlockRun(local_start=a, remote_start=b, count=n) for a, b, n in columns)
+
+    @overload
+    def __getitem__(self, index: int) -> BlockRun: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[BlockRun, ...]: ...
+    def __getitem__(self, index: int | slice) -> BlockRun | tuple[BlockRun, ...]:
+        return self._runs[index]
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __bool__(self) -> bool:
+        return bool(self.local_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (BlockPairs, tuple)) and self._runs == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._runs)
+
+    def __repr__(self) -> str:
+        return repr(self._runs)
+
+
 @frozen(kw_only=True)
 class RankRead:
     """What one local rank reads from one remote rank, in every region.
@@ -57,12 +117,26 @@ class RankRead:
 
     remote_rank: int
     head_slice: HeadSlice
-    runs: tuple[BlockRun, ...]
+    runs: Sequence[BlockRun]
 
     @property
     def num_blocks(self) -> int:
         """Blocks read in each region."""
-        return sum(run.count for run in self.runs)
+        return len(self.runs.local_ids) if isinstance(self.runs, BlockPairs) else sum(run.count for run in self.runs)
+
+    @property
+    def local_ids(self) -> tuple[int, ...]:
+        """Block ids here, one per block, paired with `remote_ids`."""
+        if isinstance(self.runs, BlockPairs):
+            return self.runs.local_ids
+        return tuple(itertools.chain(*(range(r.local_start, r.local_start + r.count) for r in self.runs)))
+
+    @property
+    def remote_ids(self) -> tuple[int, ...]:
+        """Block ids there."""
+        if isinstance(self.runs, BlockPairs):
+            return self.runs.remote_ids
+        return tuple(itertools.chain(*(range(r.remote_start, r.remote_start + r.count) for r in self.runs)))
 
 
 @frozen(kw_only=True)
@@ -81,3 +155,177 @@ class TransferPlan:
     def num_bytes(self) -> int:
         """Bytes that move."""
         return self.num_regions * sum(r.num_blocks * r.head_slice.length_bytes for r in self.reads)
+
+
+@frozen(kw_only=True)
+class GroupBlocks:
+    """One request's blocks in one KV cache group, with their place in the request.
+
+    Attributes:
+        kind: attention kind of the group; a sliding id never stands for a full one.
+        first_logical: logical block of the first id: entry of the request's block table, from 0.
+        block_ids: consecutive entries; NULL_BLOCK_ID where nothing is.
+
+    Raises:
+        RequestError: a value that is no count or id; clients send these.
+    """
+
+    kind: AttentionKind
+    first_logical: int
+    block_ids: tuple[int, ...]
+
+    def __attrs_post_init__(self) -> None:
+        ids = self.block_ids
+        # type() and not isinstance: True is an int, and an id of True would be block 1.
+        if type(self.first_logical) is not int or not 0 <= self.first_logical <= _MOST_TOKENS:
+            raise RequestError(f"first_logical must be an int 0..{_MOST_TOKENS}, got {shown(self.first_logical)}")
+        if ids and (set(map(type, ids)) != _INT or min(ids) < 0):
+            at, bad = next((i, b) for i, b in enumerate(ids) if type(b) is not int or b < 0)
+            raise RequestError(
+                f"block id must be an int >= 0, got {shown(bad)} at entry {at} of group {self.kind.value}"
+            )
+
+
+_INT = {int}
+_MOST_TOKENS = 2**32
+"""Above any request; keeps a client's number out of arithmetic and messages."""
+
+
+def plan_pull(
+    peers: PeerMap,
+    *,
+    local: tuple[GroupBlocks, ...],
+    remote: tuple[GroupBlocks, ...],
+    num_tokens: int,
+    num_cached_tokens: int = 0,
+) -> TransferPlan:
+    """Pair every block that the query at position `num_tokens` reads and that is not here yet.
+
+    Args:
+        peers: from `map_peer`.
+        local: our blocks per group; entries that the plan does not need are ignored.
+        remote: the peer's blocks per group; null, evicted and lookahead entries that are not needed are ignored.
+        num_tokens: T, tokens of the request that the peer offers.
+        num_cached_tokens: tokens at the front that are here already.
+
+    Raises:
+        RequestError: groups that are not ours, a needed block that one side lacks, a null, doubled or unknown block;
+            nothing was planned.
+    """
+    _require_groups(peers, local, "local")
+    _require_groups(peers, remote, "remote")
+    for name, value in (("num_tokens", num_tokens), ("num_cached_tokens", num_cached_tokens)):
+        if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
+            raise RequestError(f"{name} must be an int 0..{_MOST_TOKENS}, got {shown(value)}")
+    unit, sl, sr = peers.unit_tokens, peers.local_dcp_size, peers.remote_dcp_size
+    cached = num_cached_tokens // (unit * sl) * sl
+    spans: list[_Span] = []
+    for kind, ours, theirs in zip(peers.group_kinds, local, remote, strict=True):
+        needed = needed_range(num_tokens, peers.sliding_window if kind is AttentionKind.SLIDING else None, unit)
+        start, stop = max(needed.start, cached), needed.stop
+        if start < stop:
+            a = _needed_ids(ours, start, stop, sl * peers.local_units_per_id, "local")
+            b = _needed_ids(theirs, start, stop, sr * peers.remote_units_per_id, "remote")
+            spans.append((start, stop, a, b))
+    local_ids = _checked_ids([a for *_, a, _ in spans], peers.local_num_ids, "local")
+    remote_ids = _checked_ids([b for *_, b in spans], peers.remote_num_ids, "remote")
+    plain = sl == sr == peers.local_units_per_id == peers.remote_units_per_id == 1
+    reads = []
+    for rank in peers.ranks:
+        pairs = (local_ids, remote_ids) if plain else _pairs_of_share(peers, rank.dcp_rank, spans)
+        runs = () if rank.notify_only or not pairs[0] else _kernel_pairs(pairs, peers.kernel_blocks_per_unit)
+        reads.append(RankRead(remote_rank=rank.tp_rank, head_slice=rank.head_slice, runs=runs))
+    return TransferPlan(reads=tuple(reads), num_regions=peers.num_regions)
+
+
+_Span = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""First needed unit of a group, the one after the last, and the block table entries that hold them, ours and theirs."""
+
+_Pairs = tuple[list[int], list[int]]
+"""Ids here and there, pair by pair."""
+
+
+def _require_groups(peers: PeerMap, groups: tuple[GroupBlocks, ...], side: str) -> None:
+    kinds = tuple([g.kind for g in groups])
+    if len(kinds) != len(peers.group_kinds):
+        raise RequestError(
+            f"need one list of blocks per KV cache group: {len(peers.group_kinds)} groups, "
+            f"got {len(kinds)} {side} lists"
+        )
+    if kinds != peers.group_kinds:
+        raise RequestError(
+            f"{side} lists must be of groups {', '.join(k.value for k in peers.group_kinds)} in this order, "
+            f"got {', '.join(k.value for k in kinds)}"
+        )
+
+
+def _needed_ids(blocks: GroupBlocks, start: int, stop: int, units_per_entry: int, side: str) -> tuple[int, ...]:
+    """The entries that hold units start..stop-1."""
+    first, end = start // units_per_entry, (stop - 1) // units_per_entry + 1
+    at = first - blocks.first_logical
+    ids = blocks.block_ids[at : at + end - first] if at >= 0 else ()
+    if len(ids) != end - first:
+        have = range(blocks.first_logical, blocks.first_logical + len(blocks.block_ids))
+        raise RequestError(
+            f"logical blocks {first}..{end - 1} of the {blocks.kind.value} group are needed, the {side} list holds "
+            f"{f'{have.start}..{have.stop - 1}' if have else 'none'}; recompute the request"
+        )
+    return ids
+
+
+def _checked_ids(groups: list[tuple[int, ...]], num_ids: int, side: str) -> list[int]:
+    """All ids; refuses the null block, ids that do not exist, and one id for two places: groups share one pool."""
+    ids: list[int] = []
+    for group in groups:
+        ids += group
+    unique = set(ids)
+    if NULL_BLOCK_ID in unique:
+        raise RequestError(f"a needed {side} block is the null block: it was evicted or never filled")
+    if ids and max(ids) >= num_ids:
+        raise RequestError(f"{side} block id {shown(max(ids))} does not exist; ids are below {num_ids}")
+    if len(unique) != len(ids):
+        twice = next(i for i in ids if ids.count(i) > 1)
+        raise RequestError(f"{side} block {twice} is named twice; a block has one place in one group")
+    return ids
+
+
+def _pairs_of_share(peers: PeerMap, remote_dcp_rank: int, spans: list[_Span]) -> _Pairs:
+    """Units that lie both on our rank and on one remote DCP rank: every max(sl, sr)-th, from the larger side's on."""
+    sl, sr = peers.local_dcp_size, peers.remote_dcp_size
+    period = max(sl, sr)
+    share = peers.local_dcp_rank if sl >= sr else remote_dcp_rank
+    local_ids: list[int] = []
+    remote_ids: list[int] = []
+    for start, stop, ours, theirs in spans:
+        first = start + (share - start) % period
+        count = len(range(first, stop, period))
+        local_ids += _units_of_rank(ours, peers.local_units_per_id, sl, (start, first, count, period))
+        remote_ids += _units_of_rank(theirs, peers.remote_units_per_id, sr, (start, first, count, period))
+    return local_ids, remote_ids
+
+
+def _units_of_rank(
+    ids: Sequence[int], units_per_id: int, dcp_size: int, which: tuple[int, int, int, int]
+) -> Sequence[int]:
+    """Ids of `count` units from `first` on, every `period`-th, out of the entries that begin with unit `start`'s."""
+    start, first, count, period = which
+    if not count:
+        return ()
+    units = _expand(ids, units_per_id)
+    at = first // dcp_size - start // (dcp_size * units_per_id) * units_per_id
+    step = period // dcp_size
+    return units[at : at + (count - 1) * step + 1 : step]
+
+
+def _kernel_pairs(pairs: _Pairs, factor: int) -> BlockPairs:
+    local_ids, remote_ids = (tuple(_expand(ids, factor)) for ids in pairs)
+    return BlockPairs(local_ids=local_ids, remote_ids=remote_ids)
+
+
+def _expand(ids: Sequence[int], factor: int) -> Sequence[int]:
+    """Ids of the `factor` smaller blocks behind each id, in order.
+
+    >>> _expand([3], 2)
+    [6, 7]
+    """
+    return ids if factor == 1 else [i * factor + part for i in ids for part in range(factor)]
