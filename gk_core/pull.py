@@ -23,6 +23,7 @@ Strategy
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import Enum
 
 from attrs import define, field, frozen
@@ -162,11 +163,14 @@ class Pull:
 
     Args:
         engine_id, request_id, generation: the producer's lease, from the hand-off.
-        reader: who we are; the pull id must be new.
-        reads: from the transfer plan; a read without runs tells that rank that nothing is wanted of it.
+        readers: who we are, by producer rank (each waits for its own number of readers); the pull id must be new.
+        reads: from the transfer plan; a rank whose reads have no runs is only told that we are done.
         now: seconds, our clock.
         settings: times and limits.
         verify: whether checksums came along.
+
+    Raises:
+        LayoutError: a read from a rank that has no reader.
     """
 
     def __init__(
@@ -175,17 +179,20 @@ class Pull:
         engine_id: str,
         request_id: str,
         generation: int,
-        reader: Reader,
+        readers: Mapping[int, Reader],
         reads: tuple[RankRead, ...],
         now: float,
         settings: PullSettings,
         verify: bool = False,
     ) -> None:
+        missing = sorted({r.remote_rank for r in reads} - set(readers))
+        if missing:
+            raise LayoutError(f"reads from ranks {missing} of {engine_id}, but no reader for them")
         self._lease = (engine_id, request_id, generation)
-        self._reader = reader
+        self._readers = dict(readers)
         self._settings = settings
         self._deadline = now + settings.deadline_seconds
-        self._all_peers = tuple(dict.fromkeys(PeerKey(engine_id=engine_id, rank=r.remote_rank) for r in reads))
+        self._all_peers = tuple(PeerKey(engine_id=engine_id, rank=rank) for rank in self._readers)
         self.reads = reads
         self._reads = {
             i: _Read(peer=PeerKey(engine_id=engine_id, rank=r.remote_rank)) for i, r in enumerate(reads) if r.runs
@@ -221,7 +228,7 @@ class Pull:
         if (
             fence is None
             or (reply.request_id, reply.generation) != (request_id, generation)
-            or reply.pull_id != self._reader.pull_id
+            or reply.pull_id != self._readers[reply.rank].pull_id
             or reply.sequence not in fence.sent
         ):
             return
@@ -243,7 +250,8 @@ class Pull:
     def producer_failed(self, notice: ProducerFailure) -> None:
         """The producer withdrew the lease."""
         named = (notice.engine_id, notice.request_id, notice.generation)
-        if named == self._lease and notice.pull_id == self._reader.pull_id:
+        ours = self._readers.get(notice.rank)
+        if named == self._lease and ours is not None and notice.pull_id == ours.pull_id:
             self.fail(PullFault.PRODUCER_FAILED, f"{notice.engine_id}/{notice.rank} failed: {notice.reason}")
 
     def fail(self, fault: PullFault, reason: str) -> None:
@@ -343,13 +351,22 @@ class Pull:
             engine_id=engine_id,
             request_id=request_id,
             generation=generation,
-            reader=self._reader,
+            reader=self._readers[peer.rank],
             sequence=self._sequence,
         )
 
     def _releases(self, kind: ReleaseKind) -> tuple[AddressedNotice, ...]:
         engine_id, request_id, generation = self._lease
-        release = Release(
-            engine_id=engine_id, request_id=request_id, generation=generation, reader=self._reader, kind=kind
+        return tuple(
+            AddressedNotice(
+                peer=peer,
+                notice=Release(
+                    engine_id=engine_id,
+                    request_id=request_id,
+                    generation=generation,
+                    reader=self._readers[peer.rank],
+                    kind=kind,
+                ),
+            )
+            for peer in self._all_peers
         )
-        return tuple(AddressedNotice(peer=peer, notice=release) for peer in self._all_peers)
