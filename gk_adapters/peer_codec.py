@@ -17,6 +17,7 @@ from gk_core.disaggregation import Role
 from gk_core.errors import GkError, LayoutError, Mismatch, PeerLostError, PeerMismatchError, RequestError
 from gk_core.hand_off import (
     MAX_BLOCKS_PER_GROUP,
+    MAX_CHECKSUMS_PER_GROUP,
     MAX_GROUPS,
     MAX_ID_LENGTH,
     HandOff,
@@ -59,6 +60,7 @@ _MAX_REASON = 512
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Ranks = Annotated[int, Meta(ge=0, le=_MAX_RANKS)]
 Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Checksum = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Name = Annotated[str, Meta(max_length=MAX_ID_LENGTH)]
 Kinds = Annotated[tuple[AttentionKind, ...], Meta(max_length=_MAX_LAYERS)]
 
@@ -150,6 +152,9 @@ class _HandOff(_Wire, tag="hand_off"):
     remote_block_size: Count
     tp_size: Ranks
     remote_dcp_size: Ranks
+    remote_checksums: Annotated[
+        list[Annotated[list[Checksum], Meta(max_length=MAX_CHECKSUMS_PER_GROUP)]], Meta(max_length=MAX_GROUPS)
+    ]
 
 
 class _Reader(_Wire):

@@ -18,6 +18,7 @@ from gk_core.untrusted import shown
 
 __all__ = [
     "MAX_BLOCKS_PER_GROUP",
+    "MAX_CHECKSUMS_PER_GROUP",
     "MAX_GROUPS",
     "MAX_ID_LENGTH",
     "MAX_TOKENS",
@@ -32,6 +33,9 @@ MAX_GROUPS = 8
 
 MAX_BLOCKS_PER_GROUP = 65_536
 """Block ids of one group; a million tokens in blocks of 16."""
+
+MAX_CHECKSUMS_PER_GROUP = 1_000_000
+"""Checksums of one group: blocks * regions * heads."""
 
 MAX_TOKENS = 2**24
 """Tokens of one request."""
@@ -57,6 +61,7 @@ class HandOff:
         host, port: the producer's side channel.
         block_size: tokens of one block id on one rank.
         tp_size, dcp_size: of the producer.
+        checksums: per group, in the order of `integrity.group_checksums`; empty when the producer sends none.
     """
 
     engine_id: str
@@ -69,6 +74,7 @@ class HandOff:
     block_size: int
     tp_size: int
     dcp_size: int
+    checksums: tuple[tuple[int, ...], ...] = ()
 
 
 def to_kv_transfer_params(hand_off: HandOff) -> dict[str, object]:
@@ -88,6 +94,7 @@ def to_kv_transfer_params(hand_off: HandOff) -> dict[str, object]:
         "remote_block_size": hand_off.block_size,
         "tp_size": hand_off.tp_size,
         "remote_dcp_size": hand_off.dcp_size,
+        "remote_checksums": [list(sums) for sums in hand_off.checksums],
     }
 
 
@@ -112,6 +119,7 @@ def parse_kv_transfer_params(params: object) -> HandOff:
         block_size=_integer(params, "remote_block_size", 1, _MAX_BLOCK_SIZE),
         tp_size=_integer(params, "tp_size", 1, _MAX_RANKS),
         dcp_size=_integer(params, "remote_dcp_size", 1, _MAX_RANKS),
+        checksums=_checksums(params),
     )
 
 
@@ -161,6 +169,22 @@ def _group(kind: object, first: object, ids: object) -> GroupBlocks:
         return GroupBlocks(kind=known, first_logical=first, block_ids=tuple(ids))
     except RequestError as error:
         raise RequestError(f"remote_block_ids: {error}") from None
+
+
+def _checksums(params: Mapping[object, object]) -> tuple[tuple[int, ...], ...]:
+    """CRC-32 sums; a producer that sends none, or an older one, leaves the key out or empty."""
+    if params.get("remote_checksums") is None:
+        return ()
+    lists = _items(params, "remote_checksums", MAX_GROUPS)
+    for sums in lists:
+        if not isinstance(sums, (list, tuple)) or len(sums) > MAX_CHECKSUMS_PER_GROUP:
+            raise RequestError(
+                f"remote_checksums must be lists of at most {MAX_CHECKSUMS_PER_GROUP} sums, got {shown(sums)}"
+            )
+        bad = next((s for s in sums if type(s) is not int or not 0 <= s < 2**32), None)
+        if bad is not None:
+            raise RequestError(f"remote_checksums must be ints 0..{2**32 - 1}, got {shown(bad)}")
+    return tuple(tuple(sums) for sums in lists if isinstance(sums, (list, tuple)))
 
 
 def _items(params: Mapping[object, object], key: str, most: int) -> list[object] | tuple[object, ...]:
