@@ -1,0 +1,238 @@
+"""DecodeKernel on PyTorch's CPU: the whole decoder stack as one call, on the contract's own inputs.
+
+Dims: R rows of the call, a active rows, L layers, H hidden, q / h query and KV heads of this rank, g = q / h,
+d head size, S keys of a row.
+
+Strategy:
+- Check, then plan (torch_decode_plan): all indices, masks and refusals of a step come before the first write.
+- Inactive rows are dropped at the door and come back as zeros.
+- Per layer: write the new K and V, gather only the blocks that a row reads, attend, route, run routed experts only.
+- Slots of a gathered block that hold no key of the row are masked. Were one of them NaN, weight 0 times NaN would
+  still be NaN; so a step whose result is not finite is run once more with those slots zeroed. The second run writes the
+  same slots. What is then still not finite comes from the request itself, and is handed on.
+- Weights are only ever viewed. The views are made once per set of stacks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import torch
+from attrs import evolve
+
+from gk_adapters.torch_decode_plan import KindPlan, StepPlan, plan_step
+from gk_adapters.torch_kv import KVCodec
+from gk_adapters.torch_layers import LayerWeights, layer_views
+from gk_adapters.torch_math import apply_rope, attend, project, rms_norm, rope_factors
+from gk_adapters.torch_moe import experts_forward, route
+from gk_core.errors import LayoutError, UnsupportedError
+from gk_core.kernel_contract import DecodeCall, KernelContract, KVScales, check_decode_call
+from gk_core.kv_layout import KVHalf
+from gk_core.kv_spec import KVDtype
+from gk_core.model_geometry import AttentionKind, ModelGeometry, buffer_of_layer, require_gk_geometry
+from gk_core.ports import DecodeKernel
+
+__all__ = ["TorchDecodeKernel"]
+
+KVPair = tuple[torch.Tensor, torch.Tensor]
+
+
+class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
+    """One decode engine's kernel.
+
+    Not for two threads at once over one cache; the kernel itself keeps nothing of a step.
+
+    Args:
+        contract: what calls must look like; its weights are `plain_weight_specs`.
+        geometry: of the model.
+
+    Raises:
+        UnsupportedError: layers that do not alternate, or a mesh of more than one rank.
+        LayoutError: geometry and contract disagree.
+    """
+
+    def __init__(self, *, contract: KernelContract, geometry: ModelGeometry) -> None:
+        require_gk_geometry(geometry)
+        _require_agreement(contract, geometry)
+        self.contract = contract
+        self.geometry = geometry
+        # torch stores the e4m3 dialect as e4m3fn (see torch_dtypes): the check must ask for what is stored.
+        stored = contract.layout
+        if stored.dtype is KVDtype.FP8_E4M3:
+            stored = evolve(stored, dtype=KVDtype.FP8_E4M3FN)
+        self._checked_contract = evolve(contract, layout=stored)
+        self._codecs: dict[torch.dtype, KVCodec] = {}
+        self._seen: tuple[object, ...] | None = None
+        self._bound: _Bound | None = None
+        self._lock = threading.Lock()
+
+    def step(self, *, call: DecodeCall[torch.Tensor]) -> torch.Tensor:
+        """Run all layers for one token per row; rows that are not active come back as zeros.
+
+        Raises:
+            LayoutError: the call is not what the contract allows; nothing was written.
+        """
+        with torch.inference_mode():
+            bound = self._bind(call)
+            dtype = call.hidden.dtype
+            plan = plan_step(call.control, self.contract.layout, dtype)
+            if plan is not None:
+                x = call.hidden.index_select(0, plan.active)
+                factors = _rope_factors(call, plan)
+                hidden = self._run(x, plan, factors, bound, call.scales, clean=False)
+                if not torch.isfinite(hidden).all():
+                    hidden = self._run(x, plan, factors, bound, call.scales, clean=True)
+        # Made outside inference mode, so that callers may use it like any tensor.
+        result = torch.zeros(call.hidden.shape, dtype=dtype)
+        if plan is not None:
+            result[plan.active] = hidden
+        return result
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        plan: StepPlan,
+        factors: tuple[torch.Tensor, torch.Tensor],
+        bound: _Bound,
+        scales: KVScales,
+        *,
+        clean: bool,
+    ) -> torch.Tensor:
+        geometry = self.geometry
+        for layer_id, weights in enumerate(bound.layers):
+            kind = plan.sliding if geometry.attention_kinds[layer_id] is AttentionKind.SLIDING else plan.full
+            kv = bound.kv[buffer_of_layer(layer_id)]
+            normed = rms_norm(x, weights.input_norm, geometry.rms_norm_eps)
+            x = x + self._attention(normed, weights, kind, factors, kv, scales, clean=clean)
+            normed = rms_norm(x, weights.post_norm, geometry.rms_norm_eps)
+            ids, shares = route(normed, weights.router, weights.router_bias, geometry.experts_per_token)
+            x = x + experts_forward(
+                normed, ids, shares, weights.experts, alpha=geometry.swiglu_alpha, limit=geometry.swiglu_limit
+            )
+        return x
+
+    def _attention(
+        self,
+        x: torch.Tensor,
+        weights: LayerWeights,
+        plan: KindPlan,
+        factors: tuple[torch.Tensor, torch.Tensor],
+        kv: KVPair,
+        scales: KVScales,
+        *,
+        clean: bool,
+    ) -> torch.Tensor:
+        d, heads = self.contract.layout.head_size, self.contract.layout.num_kv_heads
+        rows = x.shape[0]
+        qkv = project(x, weights.qkv, weights.qkv_bias).view(rows, -1, d)
+        rotated = apply_rope(qkv[:, :-heads], factors)
+        q, k_new, v_new = rotated[:, :-heads], rotated[:, -heads:], qkv[:, -heads:]
+        codec = self._codec(x.dtype)
+        k = self._keys(codec, KVHalf.K, kv[0], codec.encode(k_new, scales.k), plan, clean=clean)
+        v = self._keys(codec, KVHalf.V, kv[1], codec.encode(v_new, scales.v), plan, clean=clean)
+        out = attend(
+            q.reshape(rows, heads, -1, d), k, v, mask=plan.mask, sink=weights.sink, softmax_scale=scales.k * d**-0.5
+        )
+        if scales.v != 1.0:
+            out = out * scales.v
+        return project(out.reshape(rows, -1), weights.out, weights.out_bias)
+
+    def _keys(
+        self,
+        codec: KVCodec,
+        half: KVHalf,
+        buffer: torch.Tensor,
+        new: torch.Tensor,
+        plan: KindPlan,
+        *,
+        clean: bool,
+    ) -> torch.Tensor:
+        """Write this step's K (or V), then read what each row attends to: [a, h, S, d]."""
+        if len(plan.blocks):
+            codec.write(buffer, half, plan.blocks, plan.offsets, new if plan.written is None else new[plan.written])
+        read = codec.gather(buffer, half, plan.head_blocks, plan.num_blocks).view(
+            new.shape[0], new.shape[1], -1, new.shape[2]
+        )
+        if clean:
+            read = read.masked_fill(~plan.valid, 0.0)
+        if plan.own is not None:
+            read[plan.own.rows, :, plan.own.positions] = codec.decode(new[plan.own.rows])
+        return read
+
+    def _codec(self, dtype: torch.dtype) -> KVCodec:
+        if dtype not in self._codecs:
+            self._codecs[dtype] = KVCodec(self.contract.layout, dtype)
+        return self._codecs[dtype]
+
+    def _bind(self, call: DecodeCall[torch.Tensor]) -> _Bound:
+        """Check the call where it differs in shape, or in weights and cache, from the last one."""
+        seen = _signature(call)
+        with self._lock:
+            if self._bound is None or seen != self._seen:
+                check_decode_call(call, self._checked_contract)
+                self._bound = _Bound(call, self.contract, self.geometry)
+                self._seen = seen
+            return self._bound
+
+
+class _Bound:
+    """Views of the weights and the cache, and the tensors themselves so that their ids stay theirs."""
+
+    def __init__(self, call: DecodeCall[torch.Tensor], contract: KernelContract, geometry: ModelGeometry) -> None:
+        self.keep = _tensors(call.weights, call)
+        self.layers = layer_views(call.weights, contract, geometry, call.rank)
+        if call.per_buffer_kv is not None:
+            self.kv = list(zip(call.per_buffer_kv.k, call.per_buffer_kv.v, strict=True))
+        else:
+            assert call.stacked_kv is not None  # check_decode_call demands one of the two
+            self.kv = list(zip(call.stacked_kv.k, call.stacked_kv.v, strict=True))
+        for k, v in self.kv:
+            if not (k.is_contiguous() and v.is_contiguous()):
+                raise LayoutError("K and V of a buffer must each be contiguous; pass the halves of a group buffer")
+
+
+def _tensors(weights: Mapping[str, torch.Tensor], call: DecodeCall[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    kv: tuple[torch.Tensor, ...] = ()
+    if call.per_buffer_kv is not None:
+        kv += (*call.per_buffer_kv.k, *call.per_buffer_kv.v)
+    if call.stacked_kv is not None:
+        kv += (call.stacked_kv.k, call.stacked_kv.v)
+    return (*weights.values(), *kv)
+
+
+def _signature(call: DecodeCall[torch.Tensor]) -> tuple[object, ...]:
+    c = call.control
+    small = (
+        call.hidden, c.block_table, c.block_table_swa, c.positions, c.positions_swa, c.swa_start, c.update_index,
+        c.update_index_swa, c.active, c.cos, c.sin,
+    )  # fmt: skip
+    return (
+        tuple(call.weights),
+        tuple(map(id, _tensors(call.weights, call))),
+        call.per_buffer_kv is None,
+        call.rank,
+        *((t.shape, t.dtype) for t in small),
+    )
+
+
+def _rope_factors(call: DecodeCall[torch.Tensor], plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = (t.index_select(1, plan.active) for t in (call.control.cos, call.control.sin))
+    return rope_factors(cos, sin)
+
+
+def _require_agreement(contract: KernelContract, geometry: ModelGeometry) -> None:
+    if contract.mesh.world_size != 1:
+        raise UnsupportedError(
+            f"this kernel runs one rank, got a mesh of {contract.mesh.world_size}; use tp_size 1, dp_size 1"
+        )
+    layout = contract.layout
+    for name, ours, theirs in (
+        ("num_layers", geometry.num_layers, layout.num_layers),
+        ("num_kv_heads", geometry.num_kv_heads, layout.num_kv_heads),
+        ("head_size", geometry.head_size, layout.head_size),
+        ("hidden_size", geometry.hidden_size, contract.hidden_size),
+        ("sliding_window", geometry.sliding_window, contract.shape.sliding_window),
+    ):
+        if ours != theirs:
+            raise LayoutError(f"{name} of the model is {ours}, the contract has {theirs}")
