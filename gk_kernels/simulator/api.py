@@ -14,7 +14,7 @@ from gk_kernels.simulator import context as cx
 from gk_kernels.simulator.context import Core, Options
 from gk_kernels.simulator.counters import Counters, merge
 from gk_kernels.simulator.dtypes import Array, DType, as_dtype, from_numpy
-from gk_kernels.simulator.errors import SimulationError, UsageError
+from gk_kernels.simulator.errors import SimulationError, UsageError, function_site
 from gk_kernels.simulator.language import wrap_array
 from gk_kernels.simulator.memory import MemoryRegion, Peak, check_capacity
 from gk_kernels.simulator.program import Kernel, _tag, run
@@ -137,14 +137,14 @@ def _materialise(value: Any, core: Core, made: dict[int, NkiTensor]) -> Any:
     return value
 
 
-def _check_output(value: Any, inputs: dict[int, NkiTensor]) -> None:
+def _check_output(value: Any, inputs: dict[int, NkiTensor], function: Callable[..., Any]) -> None:
     if isinstance(value, NkiTensor):
         given = any(value.storage is t.storage for t in inputs.values())
         if value.buffer is not MemoryRegion.shared_hbm and not given:
-            raise UsageError("kernel output buffer", f"{value!r}", "nl.shared_hbm", "")
+            raise UsageError("kernel output buffer", f"{value!r}", "nl.shared_hbm", function_site(function))
     elif isinstance(value, (tuple, list)):
         for item in value:
-            _check_output(item, inputs)
+            _check_output(item, inputs, function)
 
 
 def _collect(value: Any, trace: bool) -> Any:
@@ -206,7 +206,11 @@ def simulate(
         as_target(target), trace, poison, domain, capacity, reach_unit, hbm_tensor_limit_bytes, frozenset(sections)
     )
     with _one_run_at_a_time:
-        return _simulate(function, args, kwargs, ranks, size, rank_args, options)
+        try:
+            return _simulate(function, args, kwargs, ranks, size, rank_args, options)
+        except UsageError as error:
+            error.site = error.site or function_site(function)
+            raise
 
 
 def _check_options(
@@ -267,15 +271,21 @@ def _simulate(
     def body(core: Core) -> Any:
         positional, named, made = calls[core]
         value = function(*positional, **named)
-        _check_output(value, made)
+        _check_output(value, made, function)
         return value
 
     values = run(cores, body)
-    return _finish(cores, values, ranks, lnc, options, warnings)
+    return _finish(function, cores, values, ranks, lnc, options, warnings)
 
 
 def _finish(
-    cores: list[Core], values: list[Any], ranks: int, lnc: int, options: Options, warnings: list[str]
+    function: Callable[..., Any],
+    cores: list[Core],
+    values: list[Any],
+    ranks: int,
+    lnc: int,
+    options: Options,
+    warnings: list[str],
 ) -> SimulationResult:
     outputs, counters, peaks, per_core = [], [], [], []
     for rank in range(ranks):
@@ -286,6 +296,7 @@ def _finish(
             outputs.append(_collect(values[rank * lnc], options.trace))
         except SimulationError as error:
             _tag(error, mine[0])
+            error.site = error.site or function_site(function)
             raise
         finally:
             cx.activate(before)

@@ -31,11 +31,11 @@ Combine = Callable[[list[list[Array]], int], list[Array]]
 class ReplicaGroup(NKIObject):
     """Disjoint groups of ranks, as tuples of ranks (lists are taken too)."""
 
-    replica_groups: Any = ()
+    groups: Any
 
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """The groups as tuples."""
-        return tuple(tuple(int(rank) for rank in group) for group in self.replica_groups)
+        return tuple(tuple(int(rank) for rank in group) for group in self.groups)
 
 
 def _groups(rule: str, group: Any) -> tuple[tuple[int, ...], ...]:
@@ -117,9 +117,6 @@ def _run(
         refuse(f"{rule}: place", "inside a device loop", "outside nl.fori_loop and nl.while_loop")
     sent = sum(prod(src.shape) * src.dtype.itemsize for src in sources)
     stat = core.retire(rule, "collective", 0, 0, targets[0], *sources, *targets[1:])
-    for target in targets[1:]:
-        if target.storage.life.first < 0:
-            target.storage.life.first = core.tick
     if core.core_id == 0:
         stat.bytes += sent
     else:

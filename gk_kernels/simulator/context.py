@@ -122,7 +122,10 @@ class Core:
             if life.first < 0:
                 life.first = tick
         for src in srcs:
-            src.storage.life.last = tick
+            life = src.storage.life
+            life.last = tick
+            if life.first < 0:  # a second destination
+                life.first = tick
         key = (self.section(), op, engine)
         stat = self._stats.get(key)
         if stat is None:

@@ -99,6 +99,12 @@ def kernel_site(depth: int = 1, callers: int = 3) -> str:
     return " < ".join(parts)
 
 
+def function_site(function: object) -> str:
+    """Where a kernel is defined, for refusals about the call as a whole."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+
+
 def refuse(rule: str, got: object, limit: object, error: type[SimulationError] = ConstraintError) -> NoReturn:
     """Raise `error` with the kernel's line."""
     raise error(rule, got, limit, kernel_site(2))

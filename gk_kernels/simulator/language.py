@@ -457,12 +457,23 @@ def _unary_tile(op: Op, x: NkiTensor, dtype: Any = None) -> NkiTensor:
     return result
 
 
+def _divide(_: Op, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
+    if not isinstance(y, NkiTensor):
+        return _binary_tile(OPS["multiply"], x, 1.0 / y, dtype)
+    inverse = ndarray(y.shape, float32)
+    isa.reciprocal(inverse, y)
+    return _binary_tile(OPS["multiply"], x, inverse, dtype or (x.dtype if isinstance(x, NkiTensor) else y.dtype))
+
+
 for _op in OPS.values():
     _op.tile = _unary_tile if _op.alu is None else _binary_tile
+OPS["divide"].tile = _divide
+OPS["negative"].tile = lambda _, x, dtype=None: _binary_tile(OPS["multiply"], x, -1.0, dtype)
+OPS["logical_not"].tile = lambda _, x, dtype=None: _binary_tile(OPS["equal"], x, 0.0, dtype)
 
 add, subtract, multiply, divide = OPS["add"], OPS["subtract"], OPS["multiply"], OPS["divide"]
 maximum, minimum, abs_max, abs_min = OPS["maximum"], OPS["minimum"], OPS["abs_max"], OPS["abs_min"]
-power, mod, fmod = OPS["power"], OPS["mod"], OPS["fmod"]
+power = OPS["power"]
 equal, not_equal, less, less_equal = OPS["equal"], OPS["not_equal"], OPS["less"], OPS["less_equal"]
 greater, greater_equal = OPS["greater"], OPS["greater_equal"]
 logical_and, logical_or, logical_xor = OPS["logical_and"], OPS["logical_or"], OPS["logical_xor"]
@@ -619,7 +630,6 @@ __all__ = [
     "float8_e8m0fnu",
     "float16",
     "float32",
-    "fmod",
     "fori_loop",
     "full",
     "gelu",
@@ -655,7 +665,6 @@ __all__ = [
     "min",
     "minimum",
     "mish",
-    "mod",
     "multiply",
     "ndarray",
     "negative",

@@ -109,13 +109,18 @@ class Peak:
         bytes_per_partition: most bytes alive at once, by lifetimes (a lower bound on what an allocator needs).
         no_reuse_bytes_per_partition: all allocations side by side (an upper bound).
         banks: PSUM banks alive at the peak (0 for SBUF).
-        tensors: the tensors alive at the peak, largest first.
+        lives: up to eight tensors alive at the peak, largest first.
     """
 
     bytes_per_partition: int
     no_reuse_bytes_per_partition: int
     banks: int
-    tensors: tuple[str, ...]
+    lives: tuple[Life, ...]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors alive at the peak, described."""
+        return tuple(life.describe() for life in self.lives)
 
 
 def _banks(life: Life) -> int:
@@ -150,7 +155,7 @@ def measure(lives: list[Life], buffer: MemoryRegion) -> Peak:
         bytes_per_partition=peak,
         no_reuse_bytes_per_partition=sum(size(x) for x in used if x.free_start < 0) + placed_top,
         banks=-(-peak // PSUM_BANK_BYTES) if psum else 0,
-        tensors=tuple(x.describe() for x in alive[:8]),
+        lives=tuple(alive[:8]),
     )
 
 
@@ -195,19 +200,32 @@ def check_capacity(core: Core) -> tuple[Peak, Peak]:
     sbuf, psum = measure(core.lives, MemoryRegion.sbuf), measure(core.lives, MemoryRegion.psum)
     usable = core.target.sbuf_usable_bytes
     if sbuf.bytes_per_partition > usable:
-        core.refuse_or_warn(
-            level,
+        _over(
+            core,
+            sbuf,
             f"SBUF capacity on {core.target.name}",
-            f"{sbuf.bytes_per_partition} bytes per partition alive at once: " + "; ".join(sbuf.tensors),
+            f"{sbuf.bytes_per_partition} bytes per partition",
             f"{usable} usable bytes per partition",
-            CapacityError,
         )
     if psum.banks > PSUM_BANKS:
-        core.refuse_or_warn(
-            level,
+        _over(
+            core,
+            psum,
             f"PSUM capacity on {core.target.name}",
-            f"{psum.banks} banks alive at once: " + "; ".join(psum.tensors),
+            f"{psum.banks} banks",
             f"{PSUM_BANKS} banks of {PSUM_BANK_BYTES} bytes per partition",
-            CapacityError,
         )
     return sbuf, psum
+
+
+def _over(core: Core, peak: Peak, rule: str, got: str, limit: str) -> None:
+    """Refuse, or note, a peak; the line is that of the largest tensor alive."""
+    error = CapacityError(
+        rule,
+        f"{got} alive at once: " + "; ".join(life.describe() for life in peak.lives),
+        limit,
+        format_site(peak.lives[0].site) if peak.lives else "",
+    )
+    if core.options.capacity == "error":
+        raise error
+    core.warnings.append(str(error))

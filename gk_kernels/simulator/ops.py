@@ -5,6 +5,7 @@ An operator is also callable on tiles, as in `nl.add(x, y)`; language.py says ho
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,13 @@ from gk_kernels.simulator.errors import UsageError, refuse
 
 Function = Callable[..., Array]
 _F = np.float32
+
+
+_P = inspect.Parameter
+_DTYPE = _P("dtype", _P.POSITIONAL_OR_KEYWORD, default=None)
+_X, _Y = _P("x", _P.POSITIONAL_OR_KEYWORD), _P("y", _P.POSITIONAL_OR_KEYWORD)
+_BINARY, _UNARY = inspect.Signature([_X, _Y, _DTYPE]), inspect.Signature([_X, _DTYPE])
+_CONSTANTS = ("bypass", "prelu", "average")
 
 
 class Op:
@@ -50,6 +58,8 @@ class Op:
         self.domain, self.magnitude = domain, magnitude
         self.tile: Callable[..., Any] | None = None
         self.__name__ = name
+        two = alu is not None or name == "divide"
+        self.__signature__ = _BINARY if two and name not in _CONSTANTS else _UNARY
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.tile is None:
@@ -147,14 +157,12 @@ _ALL: list[Op] = [
     Op("add", alu=np.add, reduce=np.add),
     Op("subtract", alu=np.subtract, reduce=np.subtract),
     Op("multiply", alu=np.multiply, reduce=np.multiply, identity=1.0),
-    Op("divide", alu=np.divide),
+    Op("divide"),
     Op("maximum", alu=np.maximum, reduce=np.maximum, identity=-math.inf),
     Op("minimum", alu=np.minimum, reduce=np.minimum, identity=math.inf),
     Op("abs_max", alu=_abs_max),
     Op("abs_min", alu=_abs_min, identity=math.inf),
     Op("power", alu=np.power),
-    Op("mod", alu=np.mod),
-    Op("fmod", alu=np.fmod),
     Op("equal", alu=_flag(np.equal)),
     Op("not_equal", alu=_flag(np.not_equal)),
     Op("less", alu=_flag(np.less)),
@@ -164,7 +172,7 @@ _ALL: list[Op] = [
     Op("logical_and", alu=_logic(np.logical_and), reduce=np.logical_and, identity=1.0),
     Op("logical_or", alu=_logic(np.logical_or), reduce=np.logical_or),
     Op("logical_xor", alu=_logic(np.logical_xor), reduce=np.logical_xor),
-    Op("logical_not", alu_unary=lambda a: (a == 0).astype(_F)),
+    Op("logical_not"),
     Op("bitwise_and", alu=np.bitwise_and, reduce=np.bitwise_and, bitwise=True),
     Op("bitwise_or", alu=np.bitwise_or, reduce=np.bitwise_or, bitwise=True),
     Op("bitwise_xor", alu=np.bitwise_xor, reduce=np.bitwise_xor, bitwise=True),
@@ -186,7 +194,7 @@ _ALL: list[Op] = [
     Op("tanh", act=np.tanh),
     Op("sigmoid", act=sigmoid_f32),
     Op("sign", act=np.sign),
-    Op("negative", alu_unary=np.negative),
+    Op("negative"),
     Op("erf", act=erf_f32),
     Op("erf_dx", act=lambda x: (_F(2 / math.sqrt(_PI)) * np.exp(-x * x)).astype(_F)),
     Op("gelu", act=_gelu),

@@ -1,110 +1,26 @@
-"""NkiTensor: a strided view of a storage, and the view operations of NKI 0.6. No view moves data.
+"""NkiTensor: a view of on-device memory, and how instructions read and write through it.
 
-Strategy: a view is (storage, shape, strides, offset, dtype), strides and offset in elements of its dtype over the whole
-storage. On chip the partition stride is the storage's row length, so `offset // row` is the start partition. The NumPy
-view is built on first use and kept. A dynamic index (`Indirect`) is looked up when an instruction runs.
+Strategy: the NumPy view is built on first use and kept, and so is what the compute engines need to know (`tile`). A
+read checks the storage's marks of never-written bytes as long as there are any. A dynamic index is looked up when an
+instruction runs. View operations are in views.py.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gk_kernels.simulator import context as cx
 from gk_kernels.simulator.dtypes import Array, DType, as_dtype
-from gk_kernels.simulator.errors import (
-    BoundsError,
-    ConstraintError,
-    PoisonError,
-    UsageError,
-    format_site,
-    refuse,
-)
+from gk_kernels.simulator.errors import BoundsError, ConstraintError, PoisonError, format_site, refuse
 from gk_kernels.simulator.memory import MemoryRegion, Storage
+from gk_kernels.simulator.registers import DynamicSlice, Indirect, NKIObject, VirtualRegister
+from gk_kernels.simulator.views import MAX_DIMS, Shape, StridedView, row_major
 
-MAX_DIMS = 5
 MAX_STRIDE = 2**15 - 1
 MAX_COUNT = 2**16 - 1
-Shape = tuple[int, ...]
-
-
-class NKIObject:
-    """Base class of a kernel's own configuration objects; keyword arguments become attributes."""
-
-    __slots__ = ()
-
-    def __init__(self, **kwargs: Any) -> None:
-        for name, value in kwargs.items():
-            setattr(self, name, value)
-
-
-class VirtualRegister(NKIObject):
-    """A scalar register. It takes part in no Python arithmetic, comparison or control flow."""
-
-    __slots__ = ("_frozen", "_value")
-
-    def __init__(self, state: int | None = None, frozen: bool = False) -> None:
-        self._value = state
-        self._frozen = frozen
-
-    def read(self) -> int:
-        """The register's value.
-
-        Raises:
-            PoisonError: nothing was ever put into it.
-        """
-        if self._value is None:
-            refuse(
-                "a register must be set before it is read",
-                "an uninitialised register",
-                "register_move or register_load first",
-                PoisonError,
-            )
-        return self._value
-
-    def write(self, value: int) -> None:
-        """Set the value (loop induction registers are copies: setting them changes nothing outside)."""
-        self._value = int(value)
-
-    def _refuse(self, *_: Any) -> Any:
-        refuse(
-            "a register's value is not known while the kernel is built",
-            "Python arithmetic or control flow on it",
-            "nl.fori_loop, nl.while_loop, scalar_offset, register_move",
-            UsageError,
-        )
-
-    __bool__ = __int__ = __index__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __floordiv__ = __mod__ = _refuse
-
-
-class DynamicSlice(NamedTuple):
-    """`nl.ds(start, size)`; start may be a register."""
-
-    start: Any
-    size: int
-
-
-class Indirect(NamedTuple):
-    """A dynamic index carried by a view.
-
-    Attributes:
-        kind: "scalar" or "vector".
-        index: what holds the index.
-        multiplier: elements per index step.
-        bound: size of the indexed dimension; valid indices are 0..bound-1.
-        dim: dimension of the view that takes part in the indirection, -1 when it was removed.
-    """
-
-    kind: str
-    index: Any
-    multiplier: int
-    bound: int
-    dim: int
 
 
 class Tile(NamedTuple):
@@ -113,13 +29,6 @@ class Tile(NamedTuple):
     partitions: int
     free: int
     start: int
-
-
-def _row_major(shape: Sequence[int]) -> Shape:
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * shape[i + 1]
-    return tuple(strides)
 
 
 def check_start(partitions: int, start: int) -> None:
@@ -133,7 +42,7 @@ def check_start(partitions: int, start: int) -> None:
         )
 
 
-class NkiTensor(NKIObject):
+class NkiTensor(StridedView):
     """A view of on-device memory.
 
     Attributes:
@@ -143,17 +52,7 @@ class NkiTensor(NKIObject):
         name: the name it was allocated under.
     """
 
-    __slots__ = ("_array", "_marks", "_tile", "_unchecked", "_version", "buffer", "dtype", "indirect_index", "name",
-                 "offset", "shape", "storage", "strides")  # fmt: skip
-
-    shape: Shape
-    strides: Shape
-    offset: int
-    dtype: DType
-    buffer: MemoryRegion
-    storage: Storage
-    name: str
-    indirect_index: Indirect | None
+    __slots__ = ("_array", "_marks", "_tile", "_version")
 
     def __init__(
         self,
@@ -166,7 +65,7 @@ class NkiTensor(NKIObject):
         self.shape = tuple(shape)
         self.dtype = as_dtype(dtype)
         self.storage, self.buffer, self.name = storage, buffer, name
-        self.strides = _row_major(self.shape)
+        self.strides = row_major(self.shape)
         self.offset = 0
         self.indirect_index = None
         self._array: Array | None = None
@@ -174,8 +73,6 @@ class NkiTensor(NKIObject):
         self._tile: Tile | None = None
         self._version = 0
         self._unchecked = False
-
-    # Views ------------------------------------------------------------------------------------------------------
 
     def _view(
         self,
@@ -195,499 +92,8 @@ class NkiTensor(NKIObject):
         view._unchecked = self._unchecked
         return view
 
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
-    def on_chip(self) -> bool:
-        """Whether it lies in SBUF or PSUM."""
-        return self.storage.on_chip
-
-    @property
-    def row(self) -> int:
-        """Elements per partition of the storage, in this view's dtype."""
-        return self.storage.row_bytes // self.dtype.itemsize
-
-    def is_contiguous(self) -> bool:
-        """Whether the view is dense and row-major (on chip: within a partition)."""
-        want = 1
-        first = 1 if self.storage.on_chip else 0
-        for size, stride in zip(reversed(self.shape[first:]), reversed(self.strides[first:]), strict=True):
-            if size != 1 and stride != want:
-                return False
-            want *= size
-        return True
-
-    def get_pattern(self) -> list[list[int]]:
-        """The view as `[[stride, count], ...]`."""
-        return [[stride, count] for stride, count in zip(self.strides, self.shape, strict=True)]
-
-    def is_indirect(self) -> bool:
-        """Whether the view carries a dynamic index."""
-        return self.indirect_index is not None
-
-    def __getitem__(self, key: Any) -> NkiTensor:
-        shape, strides = self.shape, self.strides
-        if type(key) is not tuple:
-            key = (key,)
-        rank = len(shape)
-        if Ellipsis in key:
-            at = key.index(Ellipsis)
-            key = key[:at] + (slice(None),) * (rank - len(key) + 1) + key[at + 1 :]
-        if len(key) > rank:
-            refuse("indexing", f"{len(key)} indices", f"{rank} dimensions", UsageError)
-        indirect = self.indirect_index
-        offset = self.offset
-        new_shape: list[int] = []
-        new_strides: list[int] = []
-        new_dim = indirect.dim if indirect is not None else -1
-        on_chip = self.storage.on_chip
-        dim = 0
-        for item in key:
-            size, stride = shape[dim], strides[dim]
-            kind = type(item)
-            if kind is slice:
-                start, stop, step = item.start, item.stop, item.step
-                if start is None:
-                    start = 0
-                elif start < 0:
-                    start += size
-                if stop is None:
-                    stop = size
-                elif stop < 0:
-                    stop += size
-                if step is None:
-                    step = 1
-                if not 0 <= start < stop <= size or step < 1:
-                    refuse(
-                        f"slice of dimension {dim}",
-                        f"{start}:{stop}:{step}",
-                        f"0 <= start < stop <= {size}, step >= 1",
-                        BoundsError,
-                    )
-                count = (stop - start + step - 1) // step
-                if indirect is not None and dim == indirect.dim and (count != size or step != 1):
-                    self._refuse_indirect("slice")
-                offset += start * stride
-                new_shape.append(count)
-                new_strides.append(stride * step)
-            elif kind is DynamicSlice:
-                start, count = item
-                if isinstance(start, (VirtualRegister, NkiTensor)):
-                    if indirect is not None:
-                        self._refuse_indirect("dynamic slice")
-                    indirect = Indirect("scalar", start, stride, size - count + 1, dim)
-                    new_dim = len(new_shape)
-                    start = 0
-                if not 0 <= start < start + count <= size:
-                    refuse(f"nl.ds on dimension {dim}", f"{start}:{start + count}", f"inside 0..{size}", BoundsError)
-                if self.indirect_index is not None and dim == self.indirect_index.dim:
-                    self._refuse_indirect("slice")
-                offset += start * stride
-                new_shape.append(count)
-                new_strides.append(stride)
-            else:
-                if isinstance(item, (NkiTensor, VirtualRegister)):
-                    return self._getitem_dynamic(key, dim)
-                try:
-                    index = operator.index(item)
-                except TypeError:
-                    refuse(
-                        "indexing",
-                        f"a {kind.__name__}",
-                        "int, slice, nl.ds, Ellipsis or a 1-element tensor",
-                        UsageError,
-                    )
-                if index < 0:
-                    index += size
-                if not 0 <= index < size:
-                    refuse(f"index of dimension {dim}", index, f"0 to {size - 1}", BoundsError)
-                if indirect is not None and dim == indirect.dim:
-                    self._refuse_indirect("index")
-                offset += index * stride
-                if on_chip and dim == 0:
-                    new_shape.append(1)
-                    new_strides.append(stride)
-                elif indirect is not None and dim < indirect.dim:
-                    new_dim -= 1
-            dim += 1
-        if dim < rank:
-            new_shape += shape[dim:]
-            new_strides += strides[dim:]
-        if (on_chip and len(new_shape) < 2) or not new_shape:
-            new_shape.append(1)
-            new_strides.append(1)
-        if indirect is not None and indirect.dim != new_dim:
-            indirect = indirect._replace(dim=new_dim)
-        return self._view(tuple(new_shape), tuple(new_strides), offset, None, indirect)
-
-    def _getitem_dynamic(self, key: tuple[Any, ...], dim: int) -> NkiTensor:
-        rest = (*key[:dim], slice(None), *key[dim + 1 :])
-        if any(isinstance(item, (NkiTensor, VirtualRegister)) for item in rest):
-            self._refuse_indirect("second dynamic index")
-        dropped = sum(1 for i, item in enumerate(key[:dim]) if isinstance(item, int) and not (self.on_chip and i == 0))
-        return self[rest].select(dim - dropped, key[dim])
-
-    def _refuse_indirect(self, what: str) -> None:
-        refuse(
-            "an indirect view takes one dynamic index",
-            f"a {what} of the indexed dimension",
-            "apply it before the dynamic index",
-            UsageError,
-        )
-
-    def _dim(self, dim: int, rule: str, *, upto: int | None = None) -> int:
-        limit = len(self.shape) if upto is None else upto
-        if dim < 0:
-            dim += limit
-        if not 0 <= dim < limit:
-            refuse(rule, f"dimension {dim}", f"0 to {limit - 1}", UsageError)
-        return dim
-
-    def _keep_first(self, dim: int, rule: str) -> None:
-        vector = self.indirect_index is not None and self.indirect_index.kind == "vector"
-        if dim == 0 and (self.on_chip or vector):
-            refuse(rule, "dimension 0", "the partition dimension stays first and whole", UsageError)
-
-    def slice(self, dim: int, start: int, end: int, step: int = 1) -> NkiTensor:
-        """Elements start..end-1 of one dimension, every `step`-th."""
-        dim = self._dim(dim, "slice")
-        return self[(slice(None),) * dim + (slice(start, end, step),)]
-
-    def select(self, dim: int, index: Any) -> NkiTensor:
-        """One element of a dimension, which is removed; `index` may be a 1-element SBUF tensor or a register."""
-        dim = self._dim(dim, "select")
-        if not isinstance(index, (NkiTensor, VirtualRegister)):
-            return self[(slice(None),) * dim + (index,)]
-        if self.indirect_index is not None:
-            self._refuse_indirect("second dynamic index")
-        if self.on_chip and dim == 0:
-            refuse("dynamic select on chip", "dimension 0", "a free dimension", UsageError)
-        indirect = Indirect("scalar", _index_tensor(index), self.strides[dim], self.shape[dim], -1)
-        shape = self.shape[:dim] + self.shape[dim + 1 :]
-        strides = self.strides[:dim] + self.strides[dim + 1 :]
-        if not shape or (self.on_chip and len(shape) < 2):
-            shape, strides = (*shape, 1), (*strides, 1)
-        return self._view(shape, strides, self.offset, None, indirect)
-
-    def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
-        """Partition p sees row `vector_offset[p]` of dimension 0 of an HBM tensor."""
-        if dim != 0 or self.on_chip or self.indirect_index is not None:
-            refuse(
-                "vector_select",
-                f"dimension {dim} of a tensor in {self.buffer.value}",
-                "dimension 0 of an HBM tensor without another dynamic index",
-                UsageError,
-            )
-        indirect = Indirect("vector", vector_offset, self.strides[0], self.shape[0], 0)
-        return self._view((vector_offset.shape[0], *self.shape[1:]), self.strides, self.offset, None, indirect)
-
-    def permute(self, dims: Sequence[int]) -> NkiTensor:
-        """Dimensions in another order; on chip the first stays first."""
-        if sorted(dims) != list(range(self.ndim)):
-            refuse("permute", tuple(dims), f"a permutation of 0..{self.ndim - 1}", UsageError)
-        if dims[0] != 0:
-            self._keep_first(0, "permute")
-        indirect = self.indirect_index
-        if indirect is not None and indirect.dim >= 0:
-            indirect = indirect._replace(dim=list(dims).index(indirect.dim))
-        return self._view(tuple(self.shape[d] for d in dims), tuple(self.strides[d] for d in dims), self.offset,
-                          None, indirect)  # fmt: skip
-
-    def broadcast(self, dim: int, size: int) -> NkiTensor:
-        """Repeat a dimension of size 1."""
-        dim = self._dim(dim, "broadcast")
-        if self.on_chip:
-            self._keep_first(dim, "broadcast")
-        if self.shape[dim] != 1:
-            refuse("broadcast", f"size {self.shape[dim]}", "a dimension of size 1", UsageError)
-        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
-        strides = (*self.strides[:dim], 0, *self.strides[dim + 1 :])
-        return self._view(shape, strides, self.offset, None, self.indirect_index)
-
-    def expand_dim(self, dim: int) -> NkiTensor:
-        """A new dimension of size 1."""
-        dim = self._dim(dim, "expand_dim", upto=self.ndim + 1)
-        self._keep_first(dim, "expand_dim")
-        stride = self.strides[dim] * self.shape[dim] if dim < self.ndim else 1
-        return self._with_dims(dim, dim, (1,), (stride,))
-
-    def squeeze_dim(self, dim: int) -> NkiTensor:
-        """Remove a dimension of size 1."""
-        dim = self._dim(dim, "squeeze_dim")
-        self._keep_first(dim, "squeeze_dim")
-        if self.shape[dim] != 1:
-            refuse("squeeze_dim", f"size {self.shape[dim]}", "size 1", UsageError)
-        if self.ndim == 1 or (self.on_chip and self.ndim == 2):
-            refuse(
-                "squeeze_dim", f"a {self.ndim}-dimensional tensor", "2 dimensions remain on chip, 1 in HBM", UsageError
-            )
-        return self._with_dims(dim, dim + 1, (), ())
-
-    def _with_dims(self, start: int, stop: int, shape: Shape, strides: Shape) -> NkiTensor:
-        """Replace dimensions start..stop-1."""
-        indirect = self.indirect_index
-        if indirect is not None and indirect.dim >= 0:
-            if start <= indirect.dim < stop:
-                self._refuse_indirect("reshape")
-            if indirect.dim >= stop:
-                indirect = indirect._replace(dim=indirect.dim + len(shape) - (stop - start))
-        return self._view(
-            self.shape[:start] + shape + self.shape[stop:],
-            self.strides[:start] + strides + self.strides[stop:],
-            self.offset,
-            None,
-            indirect,
-        )
-
-    def reshape_dim(self, dim: int, shape: Sequence[int]) -> NkiTensor:
-        """Split one dimension; one part may be -1."""
-        dim = self._dim(dim, "reshape_dim")
-        parts = _infer(shape, self.shape[dim], "reshape_dim")
-        if parts == (self.shape[dim],):
-            return self
-        self._keep_first(dim, "reshape_dim")
-        stride = self.strides[dim]
-        return self._with_dims(dim, dim + 1, parts, tuple(s * stride for s in _row_major(parts)))
-
-    def flatten_dims(self, start_dim: int, end_dim: int) -> NkiTensor:
-        """Merge dimensions start..end (inclusive), which must be contiguous with each other."""
-        start_dim, end_dim = self._dim(start_dim, "flatten_dims"), self._dim(end_dim, "flatten_dims")
-        if start_dim == end_dim:
-            return self
-        self._keep_first(start_dim, "flatten_dims")
-        size, stride = 1, self.strides[end_dim]
-        for i in range(end_dim, start_dim - 1, -1):
-            if self.shape[i] == 1:
-                continue
-            if size == 1:
-                stride = self.strides[i]
-            elif self.strides[i] != stride * size:
-                refuse(
-                    "flatten_dims",
-                    f"shape {self.shape} with strides {self.strides}",
-                    "dimensions contiguous with each other",
-                    UsageError,
-                )
-            size *= self.shape[i]
-        return self._with_dims(start_dim, end_dim + 1, (size,), (stride,))
-
-    def reshape(self, shape: Sequence[int]) -> NkiTensor:
-        """The same elements under another shape, if no copy is needed."""
-        new = _infer(shape, self.size, "reshape")
-        if new == self.shape:
-            return self
-        vector = self.indirect_index is not None and self.indirect_index.kind == "vector"
-        if self.on_chip or vector:
-            if not new or new[0] != self.shape[0]:
-                refuse("reshape", f"{self.shape} to {new}", "the partition dimension keeps its size", UsageError)
-            strides = self._restride(self.shape[1:], self.strides[1:], new[1:])
-            full: Shape | None = None if strides is None else (self.strides[0], *strides)
-        else:
-            full = self._restride(self.shape, self.strides, new)
-        if full is None:
-            refuse(
-                "reshape",
-                f"{self.shape} with strides {self.strides} to {new}",
-                "a layout that needs no copy",
-                UsageError,
-            )
-        if self.indirect_index is not None and self.indirect_index.dim > 0:
-            self._refuse_indirect("reshape")
-        if self.on_chip and len(new) < 2:
-            new, full = (*new, 1), (*full, 1)
-        return self._view(new, full, self.offset, None, self.indirect_index)
-
-    @staticmethod
-    def _restride(old: Shape, strides: Shape, new: Shape) -> Shape | None:
-        """Strides of `new` over the same elements, or None when a copy would be needed."""
-        blocks: list[list[int]] = []  # maximal runs of mutually contiguous dimensions: [size, innermost stride]
-        for size, stride in zip(old, strides, strict=True):
-            if size == 1:
-                continue
-            if blocks and blocks[-1][1] == stride * size:
-                blocks[-1] = [blocks[-1][0] * size, stride]
-            else:
-                blocks.append([size, stride])
-        result: list[int] = []
-        left = 1
-        stride = 1
-        for size in new:
-            if size == 1:
-                result.append(stride * left if left > 1 else 1)
-                continue
-            if left == 1:
-                if not blocks:
-                    return None
-                left, stride = blocks.pop(0)
-            if left % size:
-                return None
-            left //= size
-            result.append(stride * left)
-        return tuple(result) if left == 1 and not blocks else None
-
-    def rearrange(
-        self, src_pattern: tuple[Any, ...], dst_pattern: tuple[Any, ...], fixed_sizes: dict[str, int] | None = None
-    ) -> NkiTensor:
-        """Split, reorder and merge named dimensions, einops style."""
-        sizes = dict(fixed_sizes or {})
-        if len(src_pattern) != self.ndim:
-            refuse("rearrange", src_pattern, f"{self.ndim} entries", UsageError)
-        view = self
-        names: list[str] = []
-        for entry in src_pattern:
-            group = (entry,) if isinstance(entry, str) else tuple(entry)
-            dim = len(names)
-            if len(group) != 1:
-                view = view.reshape_dim(dim, tuple(sizes.get(name, -1) for name in group))
-            elif sizes.get(group[0], view.shape[dim]) != view.shape[dim]:
-                refuse("rearrange", f"{group[0]} = {sizes[group[0]]}", view.shape[dim], UsageError)
-            names += group
-        groups = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in dst_pattern]
-        flat = [name for group in groups for name in group]
-        if sorted(flat) != sorted(names):
-            refuse("rearrange", f"{src_pattern} to {dst_pattern}", "the same names on both sides", UsageError)
-        view = view.permute(tuple(names.index(name) for name in flat))
-        for dim, group in enumerate(groups):
-            if not group:
-                view = view.expand_dim(dim)
-            elif len(group) > 1:
-                view = view.flatten_dims(dim, dim + len(group) - 1)
-        return view
-
-    def view(self, dtype: object) -> NkiTensor:
-        """The same bits as another dtype; the last dimension scales with the size."""
-        new = as_dtype(dtype)
-        old_size, new_size = self.dtype.itemsize, new.itemsize
-        if old_size == new_size:
-            return self._view(self.shape, self.strides, self.offset, new, self.indirect_index)
-        if self.indirect_index is not None:
-            self._refuse_indirect("dtype view")
-        if self.strides[-1] != 1 and self.shape[-1] != 1:
-            refuse("view(dtype)", f"last stride {self.strides[-1]}", "a contiguous last dimension", UsageError)
-        if old_size > new_size:
-            ratio = old_size // new_size
-            shape = (*self.shape[:-1], self.shape[-1] * ratio)
-            strides = (*(s * ratio for s in self.strides[:-1]), 1)
-            return self._view(shape, strides, self.offset * ratio, new)
-        ratio = new_size // old_size
-        scaled = [s for s, n in zip(self.strides[:-1], self.shape[:-1], strict=True) if n > 1]
-        if self.shape[-1] % ratio or self.offset % ratio or any(s % ratio for s in scaled):
-            refuse(
-                "view(dtype)",
-                f"shape {self.shape}, strides {self.strides}, offset {self.offset}",
-                f"multiples of {ratio} ({new} over {self.dtype})",
-                UsageError,
-            )
-        shape = (*self.shape[:-1], self.shape[-1] // ratio)
-        return self._view(shape, (*(s // ratio for s in self.strides[:-1]), 1), self.offset // ratio, new)
-
-    reinterpret_cast = view
-
-    def ap(
-        self,
-        pattern: Sequence[Sequence[int]],
-        offset: int | None = None,
-        scalar_offset: Any = None,
-        vector_offset: NkiTensor | None = None,
-        indirect_dim: int = 0,
-        dtype: object | None = None,
-    ) -> NkiTensor:
-        """A raw access pattern over the storage (this view's shape and strides are ignored)."""
-        new = self.dtype if dtype is None else as_dtype(dtype)
-        shape = tuple(int(count) for _, count in pattern)
-        strides = tuple(int(stride) for stride, _ in pattern)
-        if not shape or len(shape) > MAX_DIMS or min(shape) < 1:
-            refuse("ap pattern", list(map(tuple, pattern)), f"1 to {MAX_DIMS} pairs, counts of at least 1")
-        inherited = self.offset * self.dtype.itemsize // new.itemsize
-        if offset is None:
-            offset = inherited
-        elif self.offset:
-            cx.current().warn(
-                f"ap(offset={offset}) on a view that starts at element {self.offset}: NKI's documents disagree whether "
-                "the two add; the storage offset is taken as given here"
-            )
-        if offset < 0:
-            refuse("ap offset", offset, "at least 0", BoundsError)
-        row = self.storage.row_bytes // new.itemsize
-        if self.on_chip and strides[0] != row and shape[0] > 1:
-            refuse("ap partition stride", strides[0], f"{row}, the elements per partition of the storage")
-        if self.on_chip:
-            strides = (row, *strides[1:])
-        indirect: Indirect | None = None
-        if scalar_offset is not None and vector_offset is not None:
-            refuse("ap", "scalar_offset and vector_offset", "at most one of them", UsageError)
-        if scalar_offset is not None or vector_offset is not None:
-            if self.indirect_index is not None:
-                self._refuse_indirect("second dynamic index")
-            dim = self._dim(indirect_dim, "ap indirect_dim")
-            multiplier = prod(self.shape[dim + 1 :]) * self.dtype.itemsize // new.itemsize
-            if vector_offset is not None:
-                if dim != 0 or self.on_chip:
-                    refuse(
-                        "ap vector_offset",
-                        f"indirect_dim {indirect_dim} of a tensor in {self.buffer.value}",
-                        "indirect_dim 0 of an HBM tensor",
-                    )
-                indirect = Indirect("vector", vector_offset, multiplier, self.shape[0], 0)
-            else:
-                if self.on_chip and dim == 0:
-                    refuse("ap scalar_offset on chip", "indirect_dim 0", "a free dimension")
-                indirect = Indirect("scalar", _index_tensor(scalar_offset), multiplier, self.shape[dim], -1)
-        view = self._view(shape, strides, offset, new, indirect)
-        view._unchecked = True
-        return view
-
-    def check_bounds(self) -> None:
-        """An access pattern stays inside its storage (looked at when an instruction uses it)."""
-        self._unchecked = False
-        shape, strides, row = self.shape, self.strides, self.row
-        first = 1 if self.indirect_index is not None and self.indirect_index.kind == "vector" else 0
-        reach = self.offset + sum((n - 1) * abs(s) for n, s in zip(shape[first:], strides[first:], strict=True))
-        total = self.storage.nbytes // self.dtype.itemsize
-        if reach >= total or (self.on_chip and self._row_overrun(shape, strides, self.offset, row)):
-            refuse(
-                "ap bounds",
-                f"element {reach} (offset {self.offset}, pattern {list(zip(strides, shape, strict=True))})",
-                f"{total} elements, {row} per partition" if self.on_chip else f"{total} elements",
-                BoundsError,
-            )
-
-    @staticmethod
-    def _row_overrun(shape: Shape, strides: Shape, offset: int, row: int) -> bool:
-        inner = offset % row + sum((n - 1) * s for n, s in zip(shape[1:], strides[1:], strict=True))
-        return inner >= row
-
-    def indirect(self, index: NkiTensor, num_elem: int | None = None) -> NkiTensor:
-        """Tensor indirection of later trn3 silicon: not simulated."""
-        refuse("tensor indirection", "indirect()", "not simulated (second trn3 revision only)", UsageError)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        refuse("assignment to a tensor", "t[...] = x", "nisa.tensor_copy, nisa.dma_copy or nisa.memset", UsageError)
-
-    def _arithmetic(self, *_: Any) -> Any:
-        refuse(
-            "Python arithmetic on a tensor",
-            "an operator",
-            "nisa.tensor_tensor, nisa.tensor_scalar, nl.add ...",
-            UsageError,
-        )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _arithmetic
-    __matmul__ = __neg__ = __pow__ = __iadd__ = __isub__ = __imul__ = __lt__ = __gt__ = __le__ = __ge__ = _arithmetic
-    __bool__ = _arithmetic
-
     def __repr__(self) -> str:
         return f"NkiTensor({self.name or 'unnamed'}, {self.shape}, {self.dtype!r}, {self.buffer!r})"
-
-    # Data --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> int:
         """First element, dynamic scalar index included."""
@@ -831,24 +237,6 @@ class NkiTensor(NKIObject):
         return tile
 
 
-def _infer(shape: Sequence[int], size: int, rule: str) -> Shape:
-    known = prod(n for n in shape if n != -1)
-    result = tuple(size // known if n == -1 else int(n) for n in shape) if known else ()
-    if sum(n == -1 for n in shape) > 1 or prod(result) != size or min(result, default=0) < 1:
-        refuse(rule, tuple(shape), f"{size} elements", UsageError)
-    return result
-
-
-def _index_tensor(index: Any) -> Any:
-    if isinstance(index, VirtualRegister):
-        return index
-    if not isinstance(index, NkiTensor) or index.size != 1 or index.buffer is not MemoryRegion.sbuf:
-        refuse("scalar_offset", repr(index), "a 1x1 SBUF tensor or a register", UsageError)
-    if index.dtype not in ("int32", "uint32"):
-        refuse("scalar_offset dtype", index.dtype, "int32 or uint32")
-    return index
-
-
 def index_value(index: Any) -> int:
     """The value of a scalar index; 0 while tracing, when no data exists."""
     if isinstance(index, VirtualRegister):
@@ -856,3 +244,6 @@ def index_value(index: Any) -> int:
     if cx.current().trace:
         return 0
     return int(index.read().flat[0])
+
+
+__all__ = ["DynamicSlice", "Indirect", "NKIObject", "NkiTensor", "Shape", "StridedView", "Tile", "VirtualRegister"]

@@ -53,7 +53,7 @@ def _check_domain(core: Core, rule: str, op: Op, values: Array) -> None:
     assert op.domain is not None
     low, high = op.domain
     seen = np.abs(values) if op.magnitude else values
-    bad = ~((seen >= np.float32(low)) & (seen <= np.float32(high)))
+    bad = (seen < np.float32(low)) | (seen > np.float32(high))
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
         core.refuse_or_warn(
@@ -106,8 +106,6 @@ def activation(
         reducing = False
     if reducing and reduce_res is not None:
         core.retire(rule, "scalar", cycles(tile.free), tile.free, dst, data, reduce_res, *tensors(factor, term))
-        if reduce_res.storage.life.first < 0:
-            reduce_res.storage.life.first = core.tick
     elif type(factor) is NkiTensor or type(term) is NkiTensor:
         core.retire(rule, "scalar", cycles(tile.free), tile.free, dst, data, *tensors(factor, term))
     else:

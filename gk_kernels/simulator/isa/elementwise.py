@@ -138,7 +138,8 @@ def tensor_tensor(
         a, b = data1.read(), data2.read()
         put_raw(dst, found.alu(a, _like(b, a).view(a.dtype)).view(dst.dtype.np))
     elif exact and used == "gpsimd":
-        wide = found.alu(data1.read().astype(np.int64), _like(data2.read(), data1.read()).astype(np.int64))
+        a = data1.read()
+        wide = found.alu(a.astype(np.int64), _like(data2.read(), a).astype(np.int64))
         info = np.iinfo(dst.dtype.np)
         put_raw(dst, np.clip(wide, info.min, info.max).astype(dst.dtype.np))
     else:
@@ -216,6 +217,8 @@ def tensor_scalar(
                     "multiply then add, multiply alone, or add alone",
                 )
         if used == "gpsimd":
+            if default != "gpsimd":
+                refuse(f"{rule}: engine of {first!r}", used, "vector or scalar (GpSimd runs rsqrt only)")
             no_psum(rule, dst, data)
     allowed = None if first.bitwise else _F32
     a = None if first.alu is None else column(rule, "operand0", operand0, tile, allowed)

@@ -75,8 +75,6 @@ def quantize_mx(dst: NkiTensor, src: NkiTensor, dst_scale: NkiTensor, name: str 
         refuse(f"{rule}: dst shape", dst.shape, f"({tile.partitions}, {tile.free // 4})")
     rows = _scale_view(rule, "dst_scale", dst_scale, src, out.free)
     core.retire(rule, "vector", cycles(tile.free), tile.free, dst, src, dst_scale)
-    if dst_scale.storage.life.first < 0:
-        dst_scale.storage.life.first = core.tick
     if core.trace:
         return DONE
     packed, scale = mx.quantize(read_f32(src).reshape(tile.partitions, -1), dst.dtype)

@@ -55,6 +55,8 @@ def register_load(dst: VirtualRegister, src: NkiTensor) -> None:
     core = core_of("register_load")
     _register("register_load", "dst", dst)
     core.retire("register_load", "sync", 0, 1, None, _one_element("register_load", src))
+    if core.trace:
+        core.warn("register_load while tracing: there is no data, the register holds 0")
     dst.write(index_value(src))
 
 
