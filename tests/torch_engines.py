@@ -1,4 +1,4 @@
-"""Torch prefill and decode over one cache, with block ids handed out in a shuffled order: what the torch tests drive."""
+"""Torch prefill and decode over one cache, block ids handed out in a shuffled order: what the torch tests drive."""
 
 from __future__ import annotations
 
