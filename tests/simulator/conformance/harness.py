@@ -50,6 +50,10 @@ class Library:
         output = simulate(kernel, *bound.args, lnc=lnc, poison=poison, **bound.kwargs).output
         return tuple(output) if isinstance(output, tuple | list) else (output,)
 
+    def run_ranks(self, kernel: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """What the kernel returns on each rank, given each rank's positional arguments."""
+        return simulate(self.value(kernel), ranks=len(arguments), rank_args=arguments).outputs
+
 
 def _take_jit_off(module: ModuleType) -> None:
     """Leave the plain functions: the mixture-of-experts parts decorate sub-kernels, which NKI refuses from 0.3 on."""
