@@ -21,10 +21,14 @@ Read in this order:
     peer_map, transfer_plan
                       which remote bytes land where
     hand_off          what travels through the client from prefill to decode
+    integrity         optional checksums of what moved
     notices, lease, pull, peers
                       what the two sides tell each other, and their state machines
     metrics           names of what is counted
     ports             what the engines need of the world
     prefill_engine    prefill -> lease -> hand off
+    decode_request    what goes into a decode engine and what comes out
+    pull_run, offers, step_runner
+                      a pull carried out, hand-offs outside a pull, one step in which a fault stays with its row
     decode_engine     admit -> pull -> step -> emit -> finish
 """

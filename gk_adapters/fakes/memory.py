@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 
 from gk_core.errors import LayoutError
+from gk_core.integrity import BlockBytes
 from gk_core.kv_layout import KVHalf, KVLayout
 from gk_core.region import KVRegion, regions_of_buffers
 
@@ -70,7 +71,7 @@ class FakeMemory:
         return self._data[start : start + length_bytes]
 
 
-class FakeKVCache:
+class FakeKVCache(BlockBytes):
     """Group buffers of one rank in made-up memory, with a gap after each so that running over an end is noticed.
 
     Args:
@@ -99,6 +100,12 @@ class FakeKVCache:
     def half(self, buffer_index: int, half: KVHalf) -> memoryview:
         """All blocks of one half of one buffer."""
         return self._halves[buffer_index, half]
+
+    def block_bytes(self, *, region: int, block: int) -> memoryview:
+        """See `BlockBytes.block_bytes`."""
+        if not 0 <= region < len(self.regions):
+            raise LayoutError(f"region {region} is outside 0..{len(self.regions) - 1}")
+        return self.block(region // 2, KVHalf(region % 2), block)
 
     def block(self, buffer_index: int, half: KVHalf, block: int) -> memoryview:
         """One block's bytes.
