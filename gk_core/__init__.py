@@ -2,7 +2,7 @@
 
 Read in this order:
 
-    errors            who has to act
+    errors, untrusted who has to act; showing what a stranger sent
     model_geometry    layers, heads, parity: even layers slide, odd are full, 2j and 2j+1 share buffer j
     kv_spec           honest per-layer specs, groups, shared buffers
     kv_layout         the address of every byte, packed FP8 included
