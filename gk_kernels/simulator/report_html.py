@@ -86,14 +86,15 @@ def _timeline(report: CostReport) -> str:
 def _bars(report: CostReport) -> str:
     """One bar per section, lanes stacked."""
     longest = max((section.serial_us for section in report.sections), default=0.0) or 1.0
-    scale = (WIDTH - 2 * LABEL - 10) / longest
+    scale = (WIDTH - 2 * LABEL - 80) / longest
     parts = []
     for row, section in enumerate(report.sections):
-        parts.append(_text(0, row * ROW + 14, section.name[:26]))
+        parts.append(_text(0, row * ROW + 14, section.name[:30]))
         x = 2.0 * LABEL
         for lane, busy in section.busy_us.items():
             parts.append(_rect(x, row * ROW, busy * scale, COLOURS[lane], f"{lane}: {busy:.2f} us"))
             x += busy * scale
+        parts.append(_text(x + 6, row * ROW + 14, f"{section.serial_us:.2f} us"))
     return _svg(len(report.sections) * ROW + 4, "busy time by section", parts)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from gk_kernels.examples.catalogue import EXAMPLES, Example, decode_fp4
 from gk_kernels.simulator import ConstraintError, SimulationResult, simulate, simulated_nki
-from gk_kernels.simulator.subset import check_file
+from gk_kernels.simulator.subset import RULES, check_file
 
 
 def run(example: Example, target: str = "trn3") -> tuple[SimulationResult, list[np.ndarray]]:
@@ -83,3 +86,22 @@ def test_fp4_codes_have_their_ocp_values() -> None:
     positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     got = decode_fp4(np.arange(16, dtype=np.uint16)).tolist()
     assert got == positive + [-value for value in positive]
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "simulator.md"
+
+
+def test_the_guide_names_every_example_and_every_rule() -> None:
+    """docs/simulator.md keeps up with the catalogue and the rule table."""
+    text = GUIDE.read_text(encoding="utf-8")
+    assert [e.name for e in EXAMPLES if f"| `{e.name}` |" not in text] == []
+    assert [rule for rule in RULES if f"`{rule}`" not in text] == []
+
+
+def test_the_guide_s_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Python block of the guide, as it stands, from the repository's root."""
+    monkeypatch.chdir(GUIDE.parents[1])
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, str(GUIDE), "exec"), {})
