@@ -2,8 +2,6 @@
 
 Opening reads JSON and headers only, and compares every name, shape and dtype with what the config promises, so that a
 broken checkpoint is refused before anything is allocated. Only safetensors files are ever opened; pickles never.
-
-Dims: L layers, H hidden, E experts, I intermediate, q / kv heads, d head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,87 +11,30 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-from attrs import frozen
 from numpy.typing import NDArray
 
-from gk_adapters.hf_config import ExpertFormat, HFConfig, read_hf_config, read_json
+from gk_adapters.hf_config import HFConfig, read_hf_config, read_json
 from gk_adapters.mxfp4 import require_scales
 from gk_adapters.safetensors_file import SafetensorsFile
+from gk_core.checkpoint_tensors import FLOAT_DTYPES, CheckpointTensor, checkpoint_tensors
 from gk_core.errors import CheckpointError, LayoutError
 from gk_core.kernel_contract import KVScales
+from gk_core.model_geometry import ModelGeometry
 from gk_core.ports import WeightInfo, WeightSource
+from gk_core.weight_layouts import ExpertFormat
 
-__all__ = ["HFCheckpoint", "TensorRule", "expected_tensors", "layer_prefix", "read_kv_scales"]
+__all__ = ["HFCheckpoint", "layer_prefix", "read_kv_scales"]
 
-FLOATS = ("bfloat16", "float16", "float32")
-_BYTES = ("uint8",)
+_KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 Index = int | slice
 
 
-@frozen(kw_only=True)
-class TensorRule:
-    """What the config promises of one tensor: shape, permitted dtypes, and whether it may be absent."""
-
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...] = FLOATS
-    optional: bool = False
-
-
 def layer_prefix(layer_id: int) -> str:
     """Name prefix of a decoder layer's tensors."""
     return f"model.layers.{layer_id}."
-
-
-def expected_tensors(config: HFConfig) -> dict[str, TensorRule]:
-    """Every tensor that a checkpoint with this config has, by name.
-
-    Source: openai/gpt-oss-120b and -20b, model.safetensors.index.json; BF16 names as transformers saves them.
-    """
-    g = config.geometry
-    q, kv = g.num_q_heads * g.head_size, g.num_kv_heads * g.head_size
-    attention = {
-        "q_proj.weight": (q, g.hidden_size), "q_proj.bias": (q,),
-        "k_proj.weight": (kv, g.hidden_size), "k_proj.bias": (kv,),
-        "v_proj.weight": (kv, g.hidden_size), "v_proj.bias": (kv,),
-        "o_proj.weight": (g.hidden_size, q), "o_proj.bias": (g.hidden_size,),
-        "sinks": (g.num_q_heads,),
-    }  # fmt: skip
-    layer = {
-        "input_layernorm.weight": TensorRule(shape=(g.hidden_size,)),
-        "post_attention_layernorm.weight": TensorRule(shape=(g.hidden_size,)),
-        **{f"self_attn.{name}": TensorRule(shape=shape) for name, shape in attention.items()},
-        "mlp.router.weight": TensorRule(shape=(g.num_experts, g.hidden_size)),
-        "mlp.router.bias": TensorRule(shape=(g.num_experts,)),
-        **{f"mlp.experts.{name}": rule for name, rule in _expert_rules(config).items()},
-    }
-    model = {
-        "model.embed_tokens.weight": TensorRule(shape=(g.vocab_size, g.hidden_size)),
-        "model.norm.weight": TensorRule(shape=(g.hidden_size,)),
-        "lm_head.weight": TensorRule(shape=(g.vocab_size, g.hidden_size), optional=g.tie_embeddings),
-    }
-    return model | {layer_prefix(i) + name: rule for i in range(g.num_layers) for name, rule in layer.items()}
-
-
-def _expert_rules(config: HFConfig) -> dict[str, TensorRule]:
-    g = config.geometry
-    e, h, i = g.num_experts, g.hidden_size, g.intermediate_size
-    biases = {"gate_up_proj_bias": TensorRule(shape=(e, 2 * i)), "down_proj_bias": TensorRule(shape=(e, h))}
-    if config.expert_format is ExpertFormat.BF16:
-        return biases | {
-            "gate_up_proj": TensorRule(shape=(e, h, 2 * i)), "down_proj": TensorRule(shape=(e, i, h)),
-        }  # fmt: skip
-    for name, size in (("hidden_size", h), ("intermediate_size", i)):
-        if size % 32:
-            raise CheckpointError(f"config.json: {name} must be a multiple of 32 for MXFP4 experts, got {size}")
-    return biases | {
-        "gate_up_proj_blocks": TensorRule(shape=(e, 2 * i, h // 32, 16), dtypes=_BYTES),
-        "gate_up_proj_scales": TensorRule(shape=(e, 2 * i, h // 32), dtypes=_BYTES),
-        "down_proj_blocks": TensorRule(shape=(e, h, i // 32, 16), dtypes=_BYTES),
-        "down_proj_scales": TensorRule(shape=(e, h, i // 32), dtypes=_BYTES),
-    }
 
 
 class HFCheckpoint(WeightSource[NDArray[Any]]):
@@ -198,26 +139,33 @@ def _open_index(directory: Path) -> dict[str, SafetensorsFile]:
 
 
 def _check_tensors(infos: Mapping[str, WeightInfo], config: HFConfig) -> None:
-    rules = expected_tensors(config)
+    try:
+        required = checkpoint_tensors(config.geometry, config.expert_format)
+    except LayoutError as error:
+        raise CheckpointError(f"config.json does not describe a checkpoint: {error}") from error
     _check_expert_format(infos, config.expert_format)
-    scales = {
-        f"{layer_prefix(i)}self_attn.{k}_scale": TensorRule(shape=(1,), optional=True)
-        for i in range(config.geometry.num_layers)
-        for k in "kv"
-    }
-    missing = [name for name, rule in rules.items() if name not in infos and not rule.optional]
+    known = required | _optional_tensors(config.geometry)
+    missing = [name for name in required if name not in infos]
     if missing:
         raise CheckpointError(f"checkpoint lacks {_named(missing)}, which its config.json asks for")
-    unknown = [name for name in infos if name not in rules and name not in scales]
+    unknown = [name for name in infos if name not in known]
     if unknown:
         raise CheckpointError(f"checkpoint holds {_named(unknown)}, which a model of its config.json does not have")
     for name, info in infos.items():
-        rule = rules.get(name) or scales[name]
-        scalar = name in scales and info.shape == ()
-        if info.shape != rule.shape and not scalar:
-            raise CheckpointError(f"{name} must have shape {list(rule.shape)}, got {list(info.shape)}")
-        if info.dtype not in rule.dtypes:
-            raise CheckpointError(f"{name} must be {' or '.join(rule.dtypes)}, got {info.dtype}")
+        wanted = known[name]
+        if info.shape != wanted.shape and not (info.shape == () and name.endswith(_KV_SCALES)):
+            raise CheckpointError(f"{name} must have shape {list(wanted.shape)}, got {list(info.shape)}")
+        if info.dtype not in wanted.dtypes:
+            raise CheckpointError(f"{name} must be {' or '.join(wanted.dtypes)}, got {info.dtype}")
+
+
+def _optional_tensors(geometry: ModelGeometry) -> dict[str, CheckpointTensor]:
+    """KV scales, of shape [1] or [], and a head saved beside the embedding that it is tied to."""
+    shapes: dict[str, tuple[int, ...]] = {
+        layer_prefix(i) + scale: (1,) for i in range(geometry.num_layers) for scale in _KV_SCALES
+    }
+    shapes["lm_head.weight"] = (geometry.vocab_size, geometry.hidden_size)
+    return {name: CheckpointTensor(name=name, shape=shape, dtypes=FLOAT_DTYPES) for name, shape in shapes.items()}
 
 
 def _check_expert_format(infos: Mapping[str, WeightInfo], expert_format: ExpertFormat) -> None:
@@ -244,9 +192,9 @@ def read_kv_scales(checkpoint: HFCheckpoint) -> KVScales:
     Raises:
         CheckpointError: layers differ, some have a scale and some not, or a scale is not a positive finite number.
     """
-    found = {kind: _one_scale(checkpoint, f"self_attn.{kind}_scale") for kind in "kv"}
+    k, v = (_one_scale(checkpoint, suffix) for suffix in _KV_SCALES)
     try:
-        return KVScales(k=found["k"], v=found["v"])
+        return KVScales(k=k, v=v)
     except LayoutError as error:
         raise CheckpointError(f"{checkpoint.directory}: {error}") from error
 

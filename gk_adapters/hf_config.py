@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -17,23 +16,15 @@ from attrs import frozen
 
 from gk_core.errors import CheckpointError, LayoutError
 from gk_core.model_geometry import AttentionKind, ModelGeometry, YarnRope, alternating_kinds
+from gk_core.weight_layouts import ExpertFormat
 
-__all__ = ["ExpertFormat", "HFConfig", "parse_hf_config", "read_hf_config", "read_json"]
+__all__ = ["HFConfig", "parse_hf_config", "read_hf_config", "read_json"]
 
 _GPT_OSS_HEAD_SIZE = 64
 _DTYPES = ("bfloat16", "float16", "float32")
 _REQUIRED = object()
 
 V = TypeVar("V")
-
-
-class ExpertFormat(Enum):
-    """How the checkpoint stores its experts' matrices."""
-
-    BF16 = "bf16"
-    """`gate_up_proj` [E, in, out] and `down_proj` [E, in, out] in a float dtype."""
-    MXFP4 = "mxfp4"
-    """`_blocks` uint8 [E, out, in / 32, 16] and `_scales` uint8 [E, out, in / 32]."""
 
 
 @frozen(kw_only=True)

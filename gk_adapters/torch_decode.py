@@ -44,7 +44,7 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
     Not for two threads at once over one cache; the kernel itself keeps nothing of a step.
 
     Args:
-        contract: what calls must look like; its weights are `plain_weight_specs`.
+        contract: what calls must look like; its weights are those of `WeightLayout.PLAIN`.
         geometry: of the model.
 
     Raises:

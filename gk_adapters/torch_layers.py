@@ -17,7 +17,7 @@ __all__ = ["LayerWeights", "layer_views", "views_of_layers"]
 
 @frozen(kw_only=True, eq=False)
 class LayerWeights:
-    """One layer's weights: shapes of `plain_weight_specs` without the leading axis.
+    """One layer's weights: shapes of `WeightLayout.PLAIN` without the leading axis.
 
     Attributes:
         sink: float32 [1, h, g, 1], one raw logit per query head.

@@ -8,14 +8,16 @@ import torch
 from attrs import frozen
 
 from gk_adapters.hf_checkpoint import HFCheckpoint, read_kv_scales
-from gk_adapters.hf_config import ExpertFormat, HFConfig
+from gk_adapters.hf_config import HFConfig
 from gk_adapters.torch_dtypes import array_of, torch_dtype
 from gk_adapters.torch_moe import dequantise_rows
-from gk_adapters.torch_stacks import build_plain_stacks, plain_weight_specs
+from gk_adapters.torch_stacks import build_plain_stacks
 from gk_core.decode_mesh import DecodeMesh
 from gk_core.decode_step import ControlShape
 from gk_core.kernel_contract import KernelContract, KVScales
 from gk_core.kv_layout import KVLayout
+from gk_core.stacked_weights import build_stacked_weight_specs
+from gk_core.weight_layouts import ExpertFormat, WeightLayout
 
 __all__ = ["TorchModel", "load_torch_model", "resident_stacks", "torch_contract"]
 
@@ -125,8 +127,11 @@ def torch_contract(model: TorchModel, *, layout: KVLayout, shape: ControlShape) 
         mesh=model.mesh,
         hidden_size=geometry.hidden_size,
         model_dtypes=(name,),
-        weights=plain_weight_specs(
-            geometry, model.mesh, model.rank, expert_format=model.expert_format, model_dtype=name
+        weights=tuple(
+            spec.tensor_spec
+            for spec in build_stacked_weight_specs(
+                geometry, model.mesh, model.rank, WeightLayout.PLAIN, model.expert_format, name
+            )
         ),
     )
 

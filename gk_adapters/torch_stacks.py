@@ -1,5 +1,8 @@
 """Stacked weights in the plain layout of the torch kernel, built directly from a checkpoint.
 
+`weight_stacks` builds the same from index rules, for any layout; this is the short, independent way, and the one that
+the rules are tested against.
+
 Dims: L layers, H hidden, I intermediate, E experts, X experts of this rank, q / k query and KV heads of this rank,
 d head size.
 
@@ -16,21 +19,22 @@ import torch
 from numpy.typing import NDArray
 
 from gk_adapters.hf_checkpoint import HFCheckpoint, layer_prefix
-from gk_adapters.hf_config import ExpertFormat, HFConfig
+from gk_adapters.hf_config import HFConfig
 from gk_adapters.torch_dtypes import array_of, torch_dtype
 from gk_core.decode_mesh import DecodeMesh
 from gk_core.kernel_contract import TensorSpec
 from gk_core.model_geometry import ModelGeometry
+from gk_core.weight_layouts import ExpertFormat
 
-__all__ = ["build_plain_stacks", "plain_weight_specs"]
+__all__ = ["build_plain_stacks"]
 
 Array = NDArray[Any]
 
 
-def plain_weight_specs(
+def _plain_specs(
     geometry: ModelGeometry, mesh: DecodeMesh, rank: int, *, expert_format: ExpertFormat, model_dtype: str
 ) -> tuple[TensorSpec, ...]:
-    """Name, shape and dtype of every plain stack of one rank; the torch kernel's contract takes these.
+    """Name, shape and dtype of every plain stack of one rank, written down apart from the core's own table.
 
     Raises:
         LayoutError: heads do not divide over the mesh, or the rank is outside it.
@@ -71,17 +75,17 @@ def plain_weight_specs(
 def build_plain_stacks(
     checkpoint: HFCheckpoint, mesh: DecodeMesh, rank: int, *, model_dtype: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """This rank's stacks by name, shapes and dtypes as `plain_weight_specs` gives them.
+    """This rank's stacks by name, shapes and dtypes as the core's plain layout has them.
 
     Args:
         model_dtype: dtype of everything but sinks and MXFP4 bytes; the checkpoint's own when None.
 
     Raises:
         CheckpointError: a tensor cannot be read, or MXFP4 scales hold NaN.
-        LayoutError, UnsupportedError: see `plain_weight_specs`.
+        LayoutError, UnsupportedError: heads or experts do not divide over the mesh.
     """
     config = checkpoint.config
-    specs = plain_weight_specs(
+    specs = _plain_specs(
         config.geometry,
         mesh,
         rank,
