@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -195,7 +195,7 @@ def _allocate(
         if name in core.names:
             _taken(name, core)
         core.names[name] = f"{buffer.value} {shape}"
-    nbytes = prod(shape) * kind.itemsize
+    nbytes = math.prod(shape) * kind.itemsize
     if buffer is sbuf or buffer is psum:
         if len(shape) < 2:
             refuse("ndarray: on-chip dimensions", shape, "2 or more, the partition first", UsageError)
@@ -244,7 +244,7 @@ def wrap_array(
     core: Core, array: Any, kind: DType, *, frozen: builtins.bool, name: str, shape: tuple[int, ...]
 ) -> NkiTensor:
     """An HBM input over a caller's bytes (`array` None: shape only, for a trace)."""
-    nbytes = prod(shape) * kind.itemsize
+    nbytes = math.prod(shape) * kind.itemsize
     limit = core.options.hbm_tensor_limit_bytes
     if limit is not None and nbytes >= limit:
         raise_size(nbytes, kind, shape, limit)
@@ -510,8 +510,17 @@ def _reduction(name: str, alu_op: Op) -> Any:
 sum = _reduction("sum", add)
 max = _reduction("max", maximum)
 min = _reduction("min", minimum)
-prod_ = _reduction("prod", multiply)
-all = _reduction("all", logical_and)
+prod = _reduction("prod", multiply)
+_all = _reduction("all", logical_and)
+
+
+def all(x: NkiTensor, axis: Any, dtype: Any = None) -> NkiTensor:
+    """Whether every element along free axes is not 0."""
+    result: NkiTensor = _all(x, axis, dtype)
+    return result
+
+
+all.alu_op = logical_and  # type: ignore[attr-defined]
 
 
 def mean(x: NkiTensor, axis: Any, dtype: Any = None, keepdims: builtins.bool = False) -> NkiTensor:
@@ -581,8 +590,6 @@ def broadcast_to(x: NkiTensor, shape: Sequence[int], dtype: Any = None) -> NkiTe
 
 
 def __getattr__(name: str) -> Any:
-    if name == "prod":
-        return prod_
     raise AttributeError(f"nki.language has no {name!r} in this simulator")
 
 

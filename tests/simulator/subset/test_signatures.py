@@ -34,7 +34,6 @@ NOT_SIMULATED = {
     },
     # Small wrappers of nki.language over nki.isa that no kernel here or in AWS's library calls.
     "nki.language": {
-        "all",
         "ceil",
         "cos",
         "dropout",
@@ -42,7 +41,6 @@ NOT_SIMULATED = {
         "fmod",
         "gather_flattened",
         "mod",
-        "prod",
         "rand",
         "random_seed",
         "rms_norm",
