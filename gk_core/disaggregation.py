@@ -154,11 +154,14 @@ def transfer_tokens(prompt_len: int) -> int:
 def needed_range(num_tokens: int, sliding_window: int | None, block_size: int) -> range:
     """Logical blocks of the first `num_tokens` tokens that the query at position `num_tokens` reads.
 
-    max(T - W + 1, 0) // B up to, but not including, ceil(T / B); from 0 for full attention (window None).
+    max(T - W + 1, 0) // B up to, but not including, ceil(T / B); from 0 for full attention (window None). None at all
+    for a window of one token, which sees only itself.
 
     >>> needed_range(254, 128, 128), needed_range(255, 128, 128), needed_range(382, 128, 256)
     (range(0, 2), range(1, 2), range(0, 2))
     """
+    if sliding_window == 1:
+        return range(0)
     first = 0 if sliding_window is None else first_window_block(num_tokens, sliding_window, block_size)
     return range(first, max(first, -(-num_tokens // block_size)))
 

@@ -181,9 +181,9 @@ def _checksums(params: Mapping[object, object]) -> tuple[tuple[int, ...], ...]:
             raise RequestError(
                 f"remote_checksums must be lists of at most {MAX_CHECKSUMS_PER_GROUP} sums, got {shown(sums)}"
             )
-        bad = next((s for s in sums if type(s) is not int or not 0 <= s < 2**32), None)
-        if bad is not None:
-            raise RequestError(f"remote_checksums must be ints 0..{2**32 - 1}, got {shown(bad)}")
+        bad = [s for s in sums if type(s) is not int or not 0 <= s < 2**32]
+        if bad:
+            raise RequestError(f"remote_checksums must be ints 0..{2**32 - 1}, got {shown(bad[0])}")
     return tuple(tuple(sums) for sums in lists if isinstance(sums, (list, tuple)))
 
 

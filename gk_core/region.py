@@ -16,7 +16,15 @@ from attrs import frozen
 from gk_core.errors import LayoutError
 from gk_core.kv_layout import KVHalf, KVLayout
 
-__all__ = ["Descriptor", "KVRegion", "StridedRun", "block_descriptor", "regions_of_buffers", "strided_run"]
+__all__ = [
+    "Descriptor",
+    "KVRegion",
+    "StridedRun",
+    "block_descriptor",
+    "descriptor_index",
+    "regions_of_buffers",
+    "strided_run",
+]
 
 
 @frozen(kw_only=True)
@@ -176,3 +184,19 @@ def regions_of_buffers(layout: KVLayout, base_address_by_layer: Sequence[int]) -
                 f"buffer {b.buffer_index} {b.half.name} begins at {hex(b.base_address)}"
             )
     return tuple(regions)
+
+
+def descriptor_index(*, region: int, block: int, num_blocks: int) -> int:
+    """Place of one block in a region-major list of all blocks: region * num_blocks + block.
+
+    num_blocks is that of the rank whose list it is; ranks of one engine may differ.
+
+    >>> [descriptor_index(region=1, block=5, num_blocks=n) for n in (111_680, 111_488)]
+    [111685, 111493]
+
+    Raises:
+        LayoutError: a block that the region does not have.
+    """
+    if region < 0 or not 0 <= block < num_blocks:
+        raise LayoutError(f"block {block} of region {region} is outside 0..{num_blocks - 1}")
+    return region * num_blocks + block
