@@ -175,6 +175,7 @@ class _Lease(_Wire):
 class _Claim(_Lease, tag="claim"):
     reader: _Reader
     sequence: Address
+    digest: Name
 
 
 class _ClaimReply(_Lease, tag="claim_reply"):
@@ -309,7 +310,7 @@ def encode_notice(notice: PeerNotice) -> bytes:
     wire: _AnyNotice
     match notice:
         case Claim():
-            wire = _Claim(**lease, reader=_wire_reader(notice.reader), sequence=notice.sequence)
+            wire = _Claim(**lease, reader=_wire_reader(notice.reader), sequence=notice.sequence, digest=notice.digest)
         case Release():
             wire = _Release(**lease, reader=_wire_reader(notice.reader), kind=notice.kind)
         case ClaimReply():

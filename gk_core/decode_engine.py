@@ -36,7 +36,7 @@ from gk_core.decode_request import (
 from gk_core.decode_step import AttentionControl, ControlShape, DecodeRow, build_attention_control
 from gk_core.errors import CapacityError, GkError, RequestError
 from gk_core.hand_off import HandOff
-from gk_core.integrity import BlockBytes, require_checksums, wrong_bytes
+from gk_core.integrity import BlockBytes, offer_digest, require_checksums, wrong_bytes
 from gk_core.kernel_contract import TensorLike
 from gk_core.metrics import (
     DECODE_TOKENS,
@@ -102,6 +102,7 @@ class _Live:
     num_computed: int = 0
     offer: HandOff | None = None
     """What it still wants to pull; None from the start, or once that has failed."""
+    digest: str = ""
     warm_at: float = 0.0
     transfer: _Transfer | None = None
     transferred: int = 0
@@ -217,14 +218,20 @@ class DecodeEngine(Generic[T]):
         pull_id = f"{self._counter}"
         try:
             self._check(request)
+            offer = request.hand_off if request.hand_off is not None and request.hand_off.num_tokens else None
+            digest = offer_digest(request.prompt[:-1], offer.groups) if offer is not None else ""
         except RequestError:
             self._metrics.count(name=REQUESTS_REFUSED)
             if request.hand_off is not None and self._reader_of(request.hand_off) is None:
                 self._offers.decline(request.hand_off, pull_id, now=self._clock.now())
             raise
-        offer = request.hand_off if request.hand_off is not None and request.hand_off.num_tokens else None
         self._live[request.request_id] = _Live(
-            request=request, pull_id=pull_id, tokens=list(request.prompt), offer=offer, warm_at=self._clock.now()
+            request=request,
+            pull_id=pull_id,
+            tokens=list(request.prompt),
+            offer=offer,
+            digest=digest,
+            warm_at=self._clock.now(),
         )
 
     def cancel(self, *, request_id: str) -> None:
@@ -305,7 +312,7 @@ class DecodeEngine(Generic[T]):
             return None
         if peer is not None and now - live.warm_at >= self._settings.pull.claim_interval_seconds:
             live.warm_at = now
-            self._offers.keep_warm(offer, peer, live.pull_id)
+            self._offers.keep_warm(offer, peer, live.pull_id, live.digest)
         return peer
 
     def _enter(self, live: _Live, peer: PeerEngine | None, now: float) -> bool:
@@ -345,6 +352,7 @@ class DecodeEngine(Generic[T]):
             reads=plan.reads,
             now=now,
             settings=self._settings.pull,
+            digest=live.digest,
             verify=verify is not None,
         )
         run = PullRun(

@@ -1,4 +1,6 @@
-"""Integrity, optional: checksums that catch a transport which reports success and moves nothing.
+"""Integrity: digests that tie a claim to an offer, and optional checksums of the bytes themselves.
+
+Checksums catch a transport which reports success and moves nothing.
 
 Dims: K registered (kernel) blocks per block id, R regions, h heads per rank.
 
@@ -9,7 +11,9 @@ this kind; it is no protection against a peer that lies.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,7 +21,7 @@ from gk_core.errors import RequestError
 from gk_core.peer_layout import PeerLayout
 from gk_core.transfer_plan import GroupBlocks, TransferPlan
 
-__all__ = ["BlockBytes", "group_checksums", "require_checksums", "wrong_bytes"]
+__all__ = ["BlockBytes", "group_checksums", "offer_digest", "require_checksums", "wrong_bytes"]
 
 
 class BlockBytes(Protocol):
@@ -30,6 +34,29 @@ class BlockBytes(Protocol):
             LayoutError: no such region or block.
         """
         ...
+
+
+def offer_digest(token_ids: Sequence[int], groups: Sequence[GroupBlocks]) -> str:
+    """SHA-256, in hex, of whose KV lies in which blocks: what a producer offers and a reader claims.
+
+    A hand-off passes through a client. With this, changing a block id, a position or the prompt on the way is a refusal
+    by the producer and not an answer from another request's blocks.
+
+    Args:
+        token_ids: the tokens whose KV moves, N - 1 of them; empty on both sides where an engine does not know them.
+        groups: as in the hand-off.
+
+    Raises:
+        RequestError: a block id of more than 63 bits.
+    """
+    digest = hashlib.sha256(array("q", token_ids).tobytes())
+    for group in groups:
+        digest.update(f"|{group.kind.value}|{group.first_logical}|{len(group.block_ids)}|".encode())
+        try:
+            digest.update(array("q", group.block_ids).tobytes())
+        except OverflowError:
+            raise RequestError(f"block ids of group {group.kind.value} must be below 2^63") from None
+    return digest.hexdigest()
 
 
 def group_checksums(group: GroupBlocks, layout: PeerLayout, cache: BlockBytes) -> tuple[int, ...]:

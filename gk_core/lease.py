@@ -51,6 +51,7 @@ class Lease:
         released_ranks: consumer ranks that let go.
         any_failed: whether one of them let go without its bytes.
         withdrawn: reason for which the producer withdrew it, None while it is good.
+        digest: `offer_digest` of what was offered; a claim for anything else is refused.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class Lease:
     released_ranks: frozenset[int] = frozenset()
     any_failed: bool = False
     withdrawn: str | None = None
+    digest: str = ""
 
 
 @frozen(kw_only=True)
@@ -102,19 +104,29 @@ class LeaseBook:
     """
 
     def __init__(
-        self, *, engine_id: str, rank: int = 0, max_lifetime_seconds: float = 3600.0, remember: int = 4096
+        self,
+        *,
+        engine_id: str,
+        rank: int = 0,
+        max_lifetime_seconds: float = 3600.0,
+        remember: int = 4096,
+        first_generation: int = 1,
     ) -> None:
-        """An empty book; generations start at 1, so a restarted producer needs a new engine id.
+        """An empty book.
 
         Args:
             engine_id: of the serving instance.
             rank: producer rank.
             max_lifetime_seconds: a lease ends this long after its grant, whatever is claimed.
             remember: ended leases that are still known by name.
+            first_generation: of the first lease. A random number below 2^62 keeps generations of two starts apart
+                even where both have one engine id.
 
         Raises:
-            LayoutError: the lifetime is not in (0, MAX_LEASE_SECONDS].
+            LayoutError: the lifetime is not in (0, MAX_LEASE_SECONDS], or the generation not in 1..2^62.
         """
+        if not 1 <= first_generation <= 2**62:
+            raise LayoutError(f"first_generation must be 1..2^62, got {first_generation}")
         if not 0 < max_lifetime_seconds <= MAX_LEASE_SECONDS:
             raise LayoutError(
                 f"max_lifetime_seconds must be > 0 and <= {MAX_LEASE_SECONDS}, got {max_lifetime_seconds}"
@@ -125,7 +137,7 @@ class LeaseBook:
         self._remember = remember
         self._live: dict[str, Lease] = {}
         self._ended: OrderedDict[str, tuple[int, LeaseEnd]] = OrderedDict()
-        self._last_generation = 0
+        self._last_generation = first_generation - 1
         self.ignored: Counter[ClaimVerdict] = Counter()
 
     @property
@@ -133,7 +145,9 @@ class LeaseBook:
         """Leases whose blocks must not be freed, in order of grant."""
         return tuple(self._live.values())
 
-    def grant(self, *, request_id: str, blocks: tuple[tuple[BlockId, ...], ...], now: float, ttl: float) -> Lease:
+    def grant(
+        self, *, request_id: str, blocks: tuple[tuple[BlockId, ...], ...], now: float, ttl: float, digest: str = ""
+    ) -> Lease:
         """A new lease of `ttl` seconds.
 
         Raises:
@@ -151,6 +165,7 @@ class LeaseBook:
             granted_at=now,
             expires_at=now + ttl,
             ttl_seconds=ttl,
+            digest=digest,
         )
         self._live[request_id] = lease
         return lease
@@ -242,6 +257,8 @@ class LeaseBook:
             return ClaimVerdict.ALREADY_USED
         if lease.reader is not None and lease.reader.num_readers != notice.reader.num_readers:
             return ClaimVerdict.CONFLICT
+        if isinstance(notice, Claim) and notice.digest != lease.digest:
+            return ClaimVerdict.WRONG_OFFER
         return ClaimVerdict.HELD if lease.withdrawn is None else ClaimVerdict.PRODUCER_FAILED
 
     def _memory_of(self, request_id: str, generation: int) -> ClaimVerdict:

@@ -78,6 +78,7 @@ class Claim:
         generation: of the lease, from the hand-off.
         reader: who asks.
         sequence: echoed in the reply, so that the asker knows when the answered question was asked.
+        digest: `offer_digest` of what the asker was told to read; the producer compares it with what it offered.
     """
 
     engine_id: str
@@ -85,6 +86,7 @@ class Claim:
     generation: int
     reader: Reader
     sequence: int
+    digest: str = ""
 
 
 class ClaimVerdict(Enum):
@@ -98,6 +100,9 @@ class ClaimVerdict(Enum):
     LEASE_OVER = "lease_over"
     PRODUCER_FAILED = "producer_failed"
     CONFLICT = "conflict"
+    """The ranks of one pull contradict each other."""
+    WRONG_OFFER = "wrong_offer"
+    """The asker was told to read other blocks, or has another prompt, than the producer offered."""
 
 
 @frozen(kw_only=True)

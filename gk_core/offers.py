@@ -60,14 +60,21 @@ class Offers:
             require_offer(hand_off, peer.layout)
         return peer
 
-    def keep_warm(self, hand_off: HandOff, peer: PeerEngine, pull_id: str) -> None:
+    def keep_warm(self, hand_off: HandOff, peer: PeerEngine, pull_id: str, digest: str) -> None:
         """Claim a lease for a request that still waits for room.
 
         Sequence 0 is never a pull's: the answer keeps the lease, or says that it is gone, and proves no read.
         """
         engine_id, request_id, generation = lease_of(hand_off)
         for rank, reader in peer.readers(self._key, pull_id).items():
-            claim = Claim(engine_id=engine_id, request_id=request_id, generation=generation, reader=reader, sequence=0)
+            claim = Claim(
+                engine_id=engine_id,
+                request_id=request_id,
+                generation=generation,
+                reader=reader,
+                sequence=0,
+                digest=digest,
+            )
             self._send(PeerKey(engine_id=engine_id, rank=rank), claim)
 
     def decline(self, hand_off: HandOff, pull_id: str, *, now: float) -> None:

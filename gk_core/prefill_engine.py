@@ -17,7 +17,7 @@ from gk_core.block_table import NULL_BLOCK_ID, BlockId, BlockTable
 from gk_core.disaggregation import needed_range, transfer_tokens
 from gk_core.errors import LayoutError, RequestError, TransferError, UnsupportedError
 from gk_core.hand_off import MAX_ID_LENGTH, HandOff
-from gk_core.integrity import BlockBytes, group_checksums
+from gk_core.integrity import BlockBytes, group_checksums, offer_digest
 from gk_core.lease import EndedLease, LeaseBook, LeaseEnd
 from gk_core.metrics import (
     LEASES_ENDED,
@@ -82,6 +82,7 @@ class PrefillEngine:
         settings: limits.
         metrics: where to count.
         block_bytes: the cache's bytes; given, each hand-off carries checksums.
+        first_generation: see `LeaseBook`; random in every process that may be restarted.
 
     Raises:
         UnsupportedError: context parallelism, or checksums on more than one rank.
@@ -99,6 +100,7 @@ class PrefillEngine:
         settings: PrefillSettings | None = None,
         metrics: Metrics | None = None,
         block_bytes: BlockBytes | None = None,
+        first_generation: int = 1,
     ) -> None:
         if layout.dcp_size != 1:
             raise UnsupportedError(f"this engine prefills without context parallelism, got dcp_size {layout.dcp_size}")
@@ -117,6 +119,7 @@ class PrefillEngine:
             engine_id=layout.engine_id,
             rank=layout.tp_rank,
             max_lifetime_seconds=self._settings.max_lease_seconds,
+            first_generation=first_generation,
         )
         self._ended: list[EndedLease] = []
 
@@ -152,6 +155,7 @@ class PrefillEngine:
                 blocks=tuple(tuple(BlockId(b) for b in g.block_ids) for g in groups),
                 now=self._clock.now(),
                 ttl=self._settings.lease_seconds,
+                digest=offer_digest(token_ids[:num_tokens], groups),
             )
         except BaseException as error:
             self._pool.free(request_id=request_id)

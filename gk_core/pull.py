@@ -167,6 +167,7 @@ class Pull:
         reads: from the transfer plan; a rank whose reads have no runs is only told that we are done.
         now: seconds, our clock.
         settings: times and limits.
+        digest: of what we were told to read; goes into each claim.
         verify: whether checksums came along.
 
     Raises:
@@ -183,6 +184,7 @@ class Pull:
         reads: tuple[RankRead, ...],
         now: float,
         settings: PullSettings,
+        digest: str = "",
         verify: bool = False,
     ) -> None:
         missing = sorted({r.remote_rank for r in reads} - set(readers))
@@ -191,6 +193,7 @@ class Pull:
         self._lease = (engine_id, request_id, generation)
         self._readers = dict(readers)
         self._settings = settings
+        self._digest = digest
         self._deadline = now + settings.deadline_seconds
         self._all_peers = tuple(PeerKey(engine_id=engine_id, rank=rank) for rank in self._readers)
         self.reads = reads
@@ -353,6 +356,7 @@ class Pull:
             generation=generation,
             reader=self._readers[peer.rank],
             sequence=self._sequence,
+            digest=self._digest,
         )
 
     def _releases(self, kind: ReleaseKind) -> tuple[AddressedNotice, ...]:

@@ -50,6 +50,7 @@ __all__ = [
     "Producer",
     "World",
     "make_fake_layout",
+    "make_request",
     "make_pull_settings",
     "make_small_geometry",
     "make_tokens",
@@ -200,6 +201,7 @@ class World:
         checksums: bool = False,
         refused_tokens: frozenset[int] = frozenset(),
         base_address: int = 0x10_0000,
+        first_generation: int = 1,
     ) -> Producer:
         """A producer that listens."""
         layout = layout or make_fake_layout()
@@ -229,6 +231,7 @@ class World:
             settings=settings or PrefillSettings(lease_seconds=10.0, max_lease_seconds=60.0, max_num_batched_tokens=48),
             metrics=metrics,
             block_bytes=cache if checksums else None,
+            first_generation=first_generation,
         )
         return Producer(engine, engine_id, cache, pool, model, transport, server, endpoint, metrics, described, total)
 
