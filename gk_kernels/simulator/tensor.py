@@ -42,6 +42,24 @@ def check_start(partitions: int, start: int) -> None:
         )
 
 
+def _check_encoding(shape: Shape, strides: Shape) -> None:
+    """Counts fit uint16 and strides int16, after contiguous dimensions are merged and long ones split."""
+    merged: list[tuple[int, int]] = []
+    for count, stride in zip(shape, strides, strict=True):
+        if count == 1:
+            continue
+        if merged and merged[-1][1] == count * stride:
+            merged[-1] = (merged[-1][0] * count, stride)
+        else:
+            merged.append((count, stride))
+    for count, stride in merged:
+        if stride > MAX_STRIDE:
+            refuse("access pattern stride", f"{stride} elements", f"int16, at most {MAX_STRIDE}")
+        longest = MAX_STRIDE // max(1, stride)
+        if count > MAX_COUNT and all(count % inner for inner in range(longest, count // MAX_COUNT, -1)):
+            refuse("access pattern count", count, f"uint16, at most {MAX_COUNT} (or a product of two that fit)")
+
+
 class NkiTensor(StridedView):
     """A view of on-device memory.
 
@@ -222,10 +240,8 @@ class NkiTensor(StridedView):
         free = 1
         for count, stride in zip(shape[1:], strides[1:], strict=True):
             free *= count
-            if count > MAX_COUNT:
-                refuse("access pattern count", count, f"uint16, at most {MAX_COUNT}")
-            if count > 1 and not -MAX_STRIDE - 1 <= stride <= MAX_STRIDE:
-                refuse("access pattern stride", f"{stride} elements", f"int16, at most {MAX_STRIDE}")
+            if count > MAX_COUNT or (count > 1 and stride > MAX_STRIDE):
+                _check_encoding(shape[1:], strides[1:])
         start = self.storage.partition_start + self.offset // (self.storage.row_bytes // self.dtype.itemsize)
         if shape[0] > 128:
             refuse("partitions", shape[0], "128", ConstraintError)

@@ -96,9 +96,9 @@ def activation(
     if isinstance(term, NkiTensor) and (term.dtype == "tfloat32" or term.dtype.kind == "x"):
         refuse(f"{rule}: bias dtype", term.dtype, "any dtype but tfloat32 and x4")
     if reduce_op is not None or reduce_res is not None or reduce_cmd is not _IDLE:
-        accumulators.check(rule, "scalar", tile, reduce_cmd, reduce_res, None)
         if reduce_cmd is _LOAD:
             refuse(f"{rule}: reduce_cmd", "load_reduce", "idle, reset, reduce or reset_reduce", UsageError)
+        accumulators.check(rule, "scalar", tile, reduce_cmd, reduce_res, None)
         if reduce_op is not None and as_op(reduce_op, rule) is not _ADD:
             refuse(f"{rule}: reduce_op", repr(reduce_op), "nl.add")
         reducing = True

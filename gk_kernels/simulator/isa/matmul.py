@@ -243,6 +243,8 @@ def _transpose(rule: str, core: Core, dst: NkiTensor, data: NkiTensor, moving: N
     slow = 4 if data.dtype in _WIDE else 1
     core.retire(rule, "tensor", cycles(p) * slow, p, dst, data, *([] if moving is None else [moving]))
     if not core.trace:
+        if moving is not None and not np.array_equal(_flatten(read_f32(moving)), np.eye(p, dtype=np.float32)):
+            refuse(f"{rule}: moving with is_transpose", f"a {moving.shape} matrix", f"the {p} x {p} identity")
         put_raw(dst, np.ascontiguousarray(_flatten(data.read()).T))
     return DONE
 
