@@ -227,14 +227,18 @@ class HybridBlockPool(BlockPool):
         """Lengthen both tables to `wanted` entries.
 
         vLLM first covers the tokens that arrive by transfer, for both groups, then the new ones; its ids depend on
-        that. Contiguous ids want each group's share in one piece.
+        that. (A window of one token keeps no arrived token, so its group has no part in the first round.) Contiguous
+        ids want each group's share in one piece, and the first choice for the blocks that stay.
         """
-        steps = (computed_blocks, wanted) if self.order is BlockOrder.VLLM else (wanted,)
-        for upto in steps:
-            for ids, passing in ((held.sliding, True), (held.full, False)):
-                if upto > len(ids):
-                    after = ids[-1] if ids and ids[-1] != NULL_BLOCK_ID else None
-                    ids += map(BlockId, self._free.take(upto - len(ids), after=after, passing=passing))
+        sliding, full = held.sliding, held.full
+        shares = [(full, wanted), (sliding, wanted)]
+        if self.order is BlockOrder.VLLM:
+            arrived = computed_blocks if self.sliding_window > 1 else 0
+            shares = [(sliding, arrived), (full, computed_blocks), (sliding, wanted), (full, wanted)]
+        for ids, upto in shares:
+            if upto > len(ids):
+                after = ids[-1] if ids and ids[-1] != NULL_BLOCK_ID else None
+                ids += map(BlockId, self._free.take(upto - len(ids), after=after, passing=ids is sliding))
 
 
 def id_runs(block_ids: Iterable[int]) -> int:
