@@ -134,6 +134,13 @@ class WeightPart:
             sizes.update(zip(axis.stack_axes, axis.shape, strict=True))
         return tuple(sizes.values())
 
+    @property
+    def words(self) -> str:
+        """The part in words, for people."""
+        rule = self.rule
+        changes = [f"/ {rule.divide_by}"] * (rule.divide_by != 1) + [f"+ {rule.add}"] * (rule.add != 0)
+        return ", ".join([axis.rule for axis in self.axes] + changes)
+
     def tensor_of_layer(self, layer: int | None) -> str:
         """Checkpoint name for one layer."""
         return self.tensor if layer is None else self.tensor.format(layer=layer)

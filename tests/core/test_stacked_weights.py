@@ -344,6 +344,16 @@ def test_indices_that_leave_the_source_are_refused() -> None:
             make_part((0, bad), 0)
 
 
+def test_parts_say_in_words_what_they_do() -> None:
+    """Axes in source order, then what happens to values."""
+    specs = build_stacked_weight_specs(GPT_OSS_120B, MESH, 9, NKI, MXFP4)
+    assert [p.words for p in spec_of(specs, "W_qkv").parts] == [
+        "q heads 8..15, hidden order", "k heads 1..1, hidden order", "v heads 1..1, hidden order",
+    ]  # fmt: skip
+    assert spec_of(specs, "bias_out").parts[0].words == "hidden order, / 8"
+    assert spec_of(specs, "expert_gate_up_bias").parts[1].words == "experts 9..9, up, odd rows, + 1"
+
+
 def test_a_place_or_layer_that_does_not_exist_is_refused() -> None:
     """element_source checks both."""
     spec = spec_of(build_stacked_weight_specs(small_geometry(), DecodeMesh(tp_size=1), 0, PLAIN, BF16), "W_qkv")
@@ -354,11 +364,11 @@ def test_a_place_or_layer_that_does_not_exist_is_refused() -> None:
 
 def test_digests_differ_whenever_the_specs_do() -> None:
     """Layout, format, rank and dtype all count; the same specs give the same digest."""
-    mesh = DecodeMesh(tp_size=2, ep_size=2)
+    mesh, geometry = DecodeMesh(tp_size=2, ep_size=2), small_geometry(num_experts=8)
     digests = {
-        specs_digest(build_stacked_weight_specs(small_geometry(), mesh, rank, layout, fmt, dtype))
+        specs_digest(build_stacked_weight_specs(geometry, mesh, rank, layout, fmt, dtype))
         for rank, layout, fmt, dtype in itertools.product((0, 1), WeightLayout, ExpertFormat, ("bfloat16", "float32"))
     }
     assert len(digests) == 16
-    again = build_stacked_weight_specs(small_geometry(), mesh, 0, PLAIN, BF16)
+    again = build_stacked_weight_specs(geometry, mesh, 0, PLAIN, BF16)
     assert specs_digest(again) in digests
