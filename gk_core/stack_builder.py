@@ -11,7 +11,7 @@ from gk_core.model_geometry import ModelGeometry
 from gk_core.weight_layouts import ExpertFormat, WeightLayout, hidden_order
 from gk_core.weight_parts import Indices, SourceAxis, SourceView, StackedWeightSpec, ValueRule, WeightPart
 
-__all__ = ["AS_IS", "StackBuilder", "one_axis"]
+__all__ = ["AS_IS", "StackBuilder", "one_axis", "span_words"]
 
 AS_IS = ValueRule()
 _ALL_LAYERS = -1
@@ -20,6 +20,17 @@ _ALL_LAYERS = -1
 def one_axis(indices: Indices, stack_axis: int, rule: str) -> SourceAxis:
     """A source axis that runs along one stack axis."""
     return SourceAxis(indices=indices, stack_axes=(stack_axis,), shape=(len(indices),), rule=rule)
+
+
+def span_words(thing: str, span: range) -> str:
+    """A span in words.
+
+    >>> span_words("expert", range(77, 78)), span_words("q head", range(8, 16))
+    ('expert 77', 'q heads 8..15')
+    """
+    if len(span) == 1:
+        return f"{thing} {span.start}"
+    return f"{thing}s {span.start}..{span.stop - 1}"
 
 
 @frozen(kw_only=True)
@@ -82,7 +93,7 @@ class StackBuilder:
     def experts(self) -> SourceAxis:
         """The rank's experts, always the first axis of a stack."""
         ids = self.mesh.experts(self.rank, self.geometry.num_experts)
-        return one_axis(ids, 0, f"experts {ids.start}..{ids.stop - 1}")
+        return one_axis(ids, 0, span_words("expert", ids))
 
     def part(
         self,

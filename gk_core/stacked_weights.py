@@ -40,7 +40,7 @@ from gk_core.decode_mesh import DecodeMesh
 from gk_core.errors import LayoutError
 from gk_core.greedy import vocab_shard
 from gk_core.model_geometry import ModelGeometry
-from gk_core.stack_builder import StackBuilder, one_axis
+from gk_core.stack_builder import StackBuilder, one_axis, span_words
 from gk_core.stacked_experts import nki_bf16, nki_mxfp4, plain_bf16, plain_mxfp4
 from gk_core.weight_layouts import PADDING, ExpertFormat, WeightLayout
 from gk_core.weight_parts import Indices, StackedWeightSpec, ValueRule, WeightPart
@@ -100,7 +100,7 @@ def build_unstacked_weight_specs(
     ids = vocab_shard(geometry.vocab_size, shards, index)
     rows = len(vocab_shard(geometry.vocab_size, shards, 0))
     vocab: Indices = ids if len(ids) == rows else (*ids, *([PADDING] * (rows - len(ids))))
-    words = f"vocabulary {ids.start}..{ids.stop - 1}" if ids else "no vocabulary left"
+    words = span_words("token", ids) if ids else "no tokens left"
     embed = b.model["model.embed_tokens.weight"]
     head = embed if geometry.tie_embeddings else b.model["lm_head.weight"]
     return (
@@ -123,12 +123,12 @@ def _attention(b: StackBuilder) -> list[StackedWeightSpec]:
     weights, biases, start = [], [], 0
     for letter, heads in (("q", q), ("k", kv), ("v", kv)):
         columns = range(heads.start * d, heads.stop * d)
-        words = f"{letter} heads {heads.start}..{heads.stop - 1}"
+        words = span_words(f"{letter} head", heads)
         source = f"self_attn.{letter}_proj"
         weights.append(b.part(b.layer[f"{source}.weight"], [one_axis(columns, 1, words), b.hidden(0)], 2, {1: start}))
         biases.append(b.row(b.layer[f"{source}.bias"], columns, words, start))
         start += len(columns)
-    q_words = f"q heads {q.start}..{q.stop - 1}"
+    q_words = span_words("q head", q)
     q_columns = one_axis(range(q.start * d, q.stop * d), 0, q_words)
     sinks = b.part(b.layer["self_attn.sinks"], [one_axis(q, 0, q_words)], 2 if b.is_nki else 1)
     return [

@@ -348,10 +348,10 @@ def test_parts_say_in_words_what_they_do() -> None:
     """Axes in source order, then what happens to values."""
     specs = build_stacked_weight_specs(GPT_OSS_120B, MESH, 9, NKI, MXFP4)
     assert [p.words for p in spec_of(specs, "W_qkv").parts] == [
-        "q heads 8..15, hidden order", "k heads 1..1, hidden order", "v heads 1..1, hidden order",
+        "q heads 8..15, hidden order", "k head 1, hidden order", "v head 1, hidden order",
     ]  # fmt: skip
     assert spec_of(specs, "bias_out").parts[0].words == "hidden order, / 8"
-    assert spec_of(specs, "expert_gate_up_bias").parts[1].words == "experts 9..9, up, odd rows, + 1"
+    assert spec_of(specs, "expert_gate_up_bias").parts[1].words == "expert 9, up, odd rows, + 1"
 
 
 def test_a_place_or_layer_that_does_not_exist_is_refused() -> None:
