@@ -28,7 +28,7 @@ from gk_core.errors import (
 )
 from gk_core.ports import KVTransport, Notice, NoticePort, PeerAgent, PeerKey, ReadHandle, ReadState
 from gk_core.region import KVRegion, strided_run
-from gk_core.transfer_plan import BlockRun, HeadSlice, RankRead
+from gk_core.transfer_plan import HeadSlice, RankRead
 
 __all__ = ["FOREIGN_ERRORS", "NixlTransport", "descriptor_indices"]
 
@@ -193,7 +193,8 @@ class NixlTransport(KVTransport, NoticePort):
                 raise PeerLostError(f"peer {peer.engine_id}/{peer.rank} is not connected")
             if not read.runs:
                 return _DONE_READ
-            local_ids, remote_ids = _expand(read.runs)
+            local_ids = np.array(read.local_ids, dtype=np.int64)
+            remote_ids = np.array(read.remote_ids, dtype=np.int64)
             _require_ids(local_ids, self._regions[0].num_blocks, "local")
             _require_ids(remote_ids, remote.regions[0].num_blocks, "remote")
             local_list, remote_list = self._prepared(remote, read.head_slice)
@@ -377,18 +378,6 @@ class _DoneRead(ReadHandle):
 
 
 _DONE_READ = _DoneRead()
-
-
-def _expand(runs: tuple[BlockRun, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Block ids on both sides, run by run."""
-    table = np.array([(r.local_start, r.remote_start, r.count) for r in runs], dtype=np.int64)
-    counts = table[:, 2]
-    total = int(counts.sum())
-    if total == len(runs):
-        return table[:, 0], table[:, 1]
-    starts = np.repeat(np.cumsum(counts) - counts, counts)
-    step = np.arange(total, dtype=np.int64) - starts
-    return np.repeat(table[:, 0], counts) + step, np.repeat(table[:, 1], counts) + step
 
 
 def _require_ids(ids: npt.NDArray[np.int64], num_blocks: int, side: str) -> None:

@@ -15,6 +15,10 @@ COMMANDS = {
     "plan": ("gk_adapters.cli.plan", "plan", "How many blocks, requests and tokens a KV budget holds."),
     "show": ("gk_adapters.cli.show", "show", "Draw the KV layout, or give one element's address."),
     "decode": ("gk_adapters.cli.decode", "decode", "Prefill, hand over, decode: the main job."),
+    "prefill-server": ("gk_adapters.cli.servers", "prefill_server", "Run a prefill engine."),
+    "decode-server": ("gk_adapters.cli.servers", "decode_server", "Run a decode engine."),
+    "simulate": ("gk_adapters.cli.simulate", "simulate", "Run an NKI kernel in the simulator."),
+    "proxy": ("gk_adapters.cli.proxy", "proxy", "One server in front of prefill and decode servers."),
 }
 
 
