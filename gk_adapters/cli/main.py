@@ -17,6 +17,8 @@ COMMANDS = {
     "decode": ("gk_adapters.cli.decode", "decode", "Prefill, hand over, decode: the main job."),
     "prefill-server": ("gk_adapters.cli.servers", "prefill_server", "Run a prefill engine."),
     "decode-server": ("gk_adapters.cli.servers", "decode_server", "Run a decode engine."),
+    "weights": ("gk_adapters.cli.weights", "weights", "A rank's stacked weights: list or build them."),
+    "check": ("gk_adapters.cli.check", "check", "Check peers, or a deployment's window boundaries."),
     "simulate": ("gk_adapters.cli.simulate", "simulate", "Run an NKI kernel in the simulator."),
     "proxy": ("gk_adapters.cli.proxy", "proxy", "One server in front of prefill and decode servers."),
 }
