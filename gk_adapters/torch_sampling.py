@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from gk_adapters.control_tensors import ControlArrays, TrackedControl, arrays_of
 from gk_adapters.torch_math import rms_norm, rope_tables
 from gk_adapters.torch_model import TorchModel
 from gk_core.decode_step import AttentionControl
@@ -24,10 +25,19 @@ class TorchCallBuilder(CallBuilder[torch.Tensor]):
     Args:
         model: weights, embedding and scales.
         kv: the cache, in one of its two forms.
+        tracked: what built the control, if it was one of these; its arrays are then used in place, and a call is good
+            until the next one is built.
     """
 
-    def __init__(self, *, model: TorchModel, kv: PerBufferKV[torch.Tensor] | StackedKV[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        *,
+        model: TorchModel,
+        kv: PerBufferKV[torch.Tensor] | StackedKV[torch.Tensor],
+        tracked: TrackedControl | None = None,
+    ) -> None:
         self._model = model
+        self._arrays_of = arrays_of if tracked is None else tracked.arrays_of
         self._per_buffer = kv if isinstance(kv, PerBufferKV) else None
         self._stacked = kv if isinstance(kv, StackedKV) else None
 
@@ -44,7 +54,7 @@ class TorchCallBuilder(CallBuilder[torch.Tensor]):
             weights=model.stacks,
             per_buffer_kv=self._per_buffer,
             stacked_kv=self._stacked,
-            control=control_tensors(control, model),
+            control=control_tensors(self._arrays_of(control), model),
             scales=model.scales,
             rank=model.rank,
         )
@@ -59,20 +69,20 @@ def _embeddable(token_ids: tuple[int, ...], active: tuple[bool, ...], vocab_size
     return [t if on else 0 for t, on in zip(token_ids, active, strict=True)]
 
 
-def control_tensors(control: AttentionControl, model: TorchModel) -> ControlTensors[torch.Tensor]:
-    """Plain control values as the contract's tensors, with this step's rotary tables."""
+def control_tensors(arrays: ControlArrays, model: TorchModel) -> ControlTensors[torch.Tensor]:
+    """The arrays as tensors over the same memory, with this step's rotary tables."""
     geometry = model.config.geometry
-    positions = np.array(control.positions, dtype=np.float32)
-    cos, sin = rope_tables(geometry.rope, geometry.head_size, torch.from_numpy(positions), model.dtype)
+    positions = torch.from_numpy(arrays.positions)
+    cos, sin = rope_tables(geometry.rope, geometry.head_size, positions[:, 0], model.dtype)
     return ControlTensors(
-        block_table=torch.tensor(control.block_table, dtype=torch.int32),
-        block_table_swa=torch.tensor(control.block_table_swa, dtype=torch.int32),
-        positions=torch.from_numpy(positions)[:, None],
-        positions_swa=torch.tensor(control.positions_swa, dtype=torch.float32)[:, None],
-        swa_start=torch.tensor(control.swa_start, dtype=torch.float32)[:, None],
-        update_index=torch.tensor(control.update_index, dtype=torch.int64)[:, None],
-        update_index_swa=torch.tensor(control.update_index_swa, dtype=torch.int64)[:, None],
-        active=torch.tensor(control.active, dtype=torch.uint8)[:, None],
+        block_table=torch.from_numpy(arrays.block_table),
+        block_table_swa=torch.from_numpy(arrays.block_table_swa),
+        positions=positions,
+        positions_swa=torch.from_numpy(arrays.positions_swa),
+        swa_start=torch.from_numpy(arrays.swa_start),
+        update_index=torch.from_numpy(arrays.update_index),
+        update_index_swa=torch.from_numpy(arrays.update_index_swa),
+        active=torch.from_numpy(arrays.active),
         cos=cos,
         sin=sin,
     )
