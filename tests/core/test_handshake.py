@@ -244,6 +244,12 @@ def test_context_parallel_fields_must_fit(field: str, dcp: int, change: dict[str
     assert [m.field for m in check_peer(*pair)] == [field]
 
 
+def test_an_interleave_that_both_sides_share_must_still_be_the_block_size() -> None:
+    """Half a block each, dealt out alike: not the dealing that plans pair by."""
+    a, b = (evolve(make_peer(r, tp=16, dcp=2), interleave_size=64) for r in Role)
+    assert [m.field for m in check_peer(a, b)] == ["interleave_size"]
+
+
 def test_an_interleave_without_context_parallelism_means_nothing() -> None:
     """It is not compared where neither side has DCP."""
     assert check_peer(evolve(make_peer(Role.DECODE), interleave_size=1), make_peer(Role.PREFILL)) == ()

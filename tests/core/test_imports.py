@@ -82,6 +82,7 @@ ARRAYS = {"numpy", "ml_dtypes"}
 DOORS = {
     "click": "cli",
     "httpx": "proxy",
+    "msgspec": "peer_codec",
     "nixl": "nixl_transport",
     "rich": "cli",
     "starlette": "proxy",
