@@ -101,7 +101,7 @@ class BlockPoolContract:
         a = pool.grow(request_id="a", num_computed_tokens=0, num_new_tokens=5)
         b = pool.grow(request_id="b", num_computed_tokens=0, num_new_tokens=4)
         assert pool.num_free_blocks() == 2
-        with pytest.raises(CapacityError, match="request 'a' .* 13 tokens, 2 of 8 are free"):
+        with pytest.raises(CapacityError, match=r"request 'a' .* 13 tokens, 2 of 8 are free"):
             pool.grow(request_id="a", num_computed_tokens=5, num_new_tokens=8)
         assert (pool.tables(request_id="a"), pool.tables(request_id="b")) == (a, b)
         assert pool.num_free_blocks() == 2

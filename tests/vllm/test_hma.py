@@ -172,7 +172,7 @@ def test_inverted_parity_is_refused() -> None:
 def test_memory_for_less_than_one_request_is_a_layout_error() -> None:
     """145 blocks where one longest request needs 146; vLLM's own words are kept."""
     assert planner().plan(specs=SPECS, memory_bytes=146 * 294_912).num_blocks == 146
-    with pytest.raises(LayoutError, match="vLLM refuses 42762240 bytes for 36 layers: .*max seq len"):
+    with pytest.raises(LayoutError, match=r"vLLM refuses 42762240 bytes for 36 layers: .*max seq len"):
         planner().plan(specs=SPECS, memory_bytes=145 * 294_912)
 
 

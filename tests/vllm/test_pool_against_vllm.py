@@ -159,7 +159,7 @@ def holes(tables: GroupTables) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     [(BlockOrder.VLLM, False), (BlockOrder.CONTIGUOUS, False), (BlockOrder.VLLM, True)],
     ids=["vllm_ids", "contiguous_ids", "against_the_hybrid_coordinator"],
 )
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(acts=ACTS, sizes=SIZES, num_blocks=st.integers(20, 90))
 def test_every_logical_block_fares_as_in_vllm(
     order: BlockOrder, caching: bool, acts: list[Act], sizes: tuple[int, int], num_blocks: int
