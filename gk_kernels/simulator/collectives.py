@@ -24,7 +24,7 @@ from gk_kernels.simulator.program import Collective
 from gk_kernels.simulator.tensor import NKIObject, NkiTensor, VirtualRegister
 
 _REDUCTIONS = ("add", "minimum", "maximum")
-Combine = Callable[[list[list[Array]], int], list[Array]]
+Combine = Callable[[list[list[Array]]], list[list[Array]]]
 
 
 @dataclass
@@ -129,7 +129,7 @@ def _run(
     values = None if core.trace else [src.read() for src in sources]
     assert core.rendezvous is not None
     results = core.rendezvous(Collective(rule, groups, signature, values, combine))
-    if core.trace:
+    if core.trace or not results:  # no results: a permutation that sends nothing to this rank
         return
     for dst, result in zip(targets, results, strict=True):
         dst.write_target()[...] = result
@@ -177,13 +177,9 @@ def all_reduce(
         _shape(rule, dst, src.shape)
     dtypes = [src.dtype for src in sources]
     reduce = _reduction(rule, op, dtypes)
-    cache: dict[int, list[Array]] = {}
 
-    def combine(inputs: list[list[Array]], _: int) -> list[Array]:
-        key = id(inputs)
-        if key not in cache:
-            cache[key] = [reduce([part[i] for part in inputs], dtype) for i, dtype in enumerate(dtypes)]
-        return cache[key]
+    def combine(inputs: list[list[Array]]) -> list[list[Array]]:
+        return [[reduce([part[i] for part in inputs], dtype) for i, dtype in enumerate(dtypes)]] * len(inputs)
 
     _run(rule, core, groups, sources, targets, (repr(as_op(op, rule)),), combine, priority)
 
@@ -208,15 +204,10 @@ def all_gather(
         want = list(src.shape)
         want[collective_dim] *= members
         _shape(rule, dst, tuple(want))
-    cache: dict[int, list[Array]] = {}
 
-    def combine(inputs: list[list[Array]], _: int) -> list[Array]:
-        key = id(inputs)
-        if key not in cache:
-            cache[key] = [
-                np.concatenate([part[i] for part in inputs], axis=collective_dim) for i in range(len(sources))
-            ]
-        return cache[key]
+    def combine(inputs: list[list[Array]]) -> list[list[Array]]:
+        joined = [np.concatenate([part[i] for part in inputs], axis=collective_dim) for i in range(len(sources))]
+        return [joined] * len(inputs)
 
     _run(rule, core, groups, sources, targets, (collective_dim,), combine, priority)
 
@@ -245,13 +236,9 @@ def reduce_scatter(
     dtypes = [src.dtype for src in sources]
     reduce = _reduction(rule, op, dtypes)
 
-    def combine(inputs: list[list[Array]], position: int) -> list[Array]:
-        results = []
-        for i, dtype in enumerate(dtypes):
-            part = inputs[0][i].shape[0] // members
-            rows = slice(position * part, (position + 1) * part)
-            results.append(reduce([source[i][rows] for source in inputs], dtype))
-        return results
+    def combine(inputs: list[list[Array]]) -> list[list[Array]]:
+        totals = [reduce([part[i] for part in inputs], dtype) for i, dtype in enumerate(dtypes)]
+        return [list(parts) for parts in zip(*(np.split(total, members) for total in totals), strict=True)]
 
     _run(rule, core, groups, sources, targets, (0, repr(as_op(op, rule))), combine, priority)
 
@@ -277,13 +264,12 @@ def all_to_all(
             refuse(f"{rule}: src.shape[0]", src.shape[0], f"a multiple of the {members} ranks of a group")
         _shape(rule, dst, src.shape)
 
-    def combine(inputs: list[list[Array]], position: int) -> list[Array]:
-        results = []
-        for i in range(len(sources)):
-            part = inputs[0][i].shape[0] // members
-            rows = slice(position * part, (position + 1) * part)
-            results.append(np.concatenate([source[i][rows] for source in inputs], axis=0))
-        return results
+    def combine(inputs: list[list[Array]]) -> list[list[Array]]:
+        parts = [[np.split(tensor, members) for tensor in part] for part in inputs]
+        return [
+            [np.concatenate([sender[i][position] for sender in parts]) for i in range(len(sources))]
+            for position in range(members)
+        ]
 
     _run(rule, core, groups, sources, targets, (0,), combine, priority)
 
@@ -306,42 +292,15 @@ def collective_permute(
     for label, side in (("sources", [a for a, _ in pairs]), ("targets", [b for _, b in pairs])):
         if len(set(side)) != len(side):
             refuse(f"{rule}: source_target_pairs", pairs, f"distinct {label}")
+        if any(not 0 <= rank < core.ranks for rank in side):
+            refuse(f"{rule}: source_target_pairs", pairs, f"{label} below {core.ranks}")
     from_rank = {b: a for a, b in pairs}
-    kept = targets[0]
-    before = None if core.trace or core.rank in from_rank else kept.numpy_view().copy()
 
-    def combine(inputs: list[list[Array]], position: int) -> list[Array]:
-        source = from_rank.get(position)
-        return [inputs[source][0].copy() if source is not None else np.zeros(0)]
+    def combine(inputs: list[list[Array]]) -> list[list[Array]]:
+        return [[inputs[from_rank[r]][0].copy()] if r in from_rank else [] for r in range(len(inputs))]
 
     everyone = (tuple(range(core.ranks)),)
-    if before is None:
-        _run(rule, core, everyone, sources, targets, (pairs,), combine, priority)
-        return
-    scratch = kept._view(kept.shape, kept.strides, kept.offset)
-    _keep(rule, core, everyone, sources, scratch, pairs, combine, priority)
-
-
-def _keep(
-    rule: str,
-    core: Core,
-    groups: tuple[tuple[int, ...], ...],
-    sources: list[NkiTensor],
-    target: NkiTensor,
-    pairs: Any,
-    combine: Combine,
-    priority: Any,
-) -> None:
-    """Take part in a permutation as a rank that receives nothing."""
-    check_priority(core, rule, priority)
-    core.retire(rule, "collective", 0, 0, None, *sources)
-    signature = (
-        *((src.shape, str(src.dtype), src.buffer.value) for src in sources),
-        (target.shape, str(target.dtype), target.buffer.value),
-        pairs,
-    )
-    assert core.rendezvous is not None
-    core.rendezvous(Collective(rule, groups, signature, [src.read() for src in sources], combine))
+    _run(rule, core, everyone, sources, targets, (pairs,), combine, priority)
 
 
 def _ring(rule: str, srcs: Any, dsts: Any, channel_ids: Sequence[int]) -> tuple[list[NkiTensor], list[NkiTensor]]:
@@ -370,8 +329,8 @@ def collective_permute_implicit(
     groups = _groups(rule, replica_group)
     sources, targets = _ring(rule, srcs_by_channel, dsts_by_channel, channel_ids)
 
-    def combine(inputs: list[list[Array]], position: int) -> list[Array]:
-        return [value.copy() for value in inputs[position - 1]]
+    def combine(inputs: list[list[Array]]) -> list[list[Array]]:
+        return [[value.copy() for value in inputs[position - 1]] for position in range(len(inputs))]
 
     _run(rule, core, groups, sources, targets, (tuple(channel_ids),), combine, priority)
 
@@ -396,9 +355,9 @@ def collective_permute_implicit_reduce(
     reduce = _reduction(rule, op, dtypes)
     n = len(left)
 
-    def combine(inputs: list[list[Array]], position: int) -> list[Array]:
-        sent = inputs[position - 1]
-        return [reduce([sent[i], sent[n + i]], dtypes[i]) for i in range(n)]
+    def combine(inputs: list[list[Array]]) -> list[list[Array]]:
+        sums = [[reduce([part[i], part[n + i]], dtypes[i]) for i in range(n)] for part in inputs]
+        return [sums[position - 1] for position in range(len(inputs))]
 
     _run(rule, core, groups, [*left, *right], targets, (tuple(channel_ids), repr(as_op(op, rule))), combine, priority)
 

@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 from typing import NoReturn
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_ENTRY = _PACKAGE + "api.py"
 Site = tuple[CodeType, int]
 
 
@@ -75,6 +76,8 @@ def kernel_frame(depth: int = 1) -> FrameType | None:
     """The innermost frame outside the simulator, or None when the call came from no kernel."""
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code.co_filename == _ENTRY and frame.f_code.co_name == "simulate":
+            return None
         frame = frame.f_back
     return frame
 

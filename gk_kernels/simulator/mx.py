@@ -57,7 +57,7 @@ def unpack_x4(packed: Array, dtype: str) -> Array:
 def e8m0_to_f32(scale: Array) -> Array:
     """2^(byte - 127) of scale bytes; 255 is NaN."""
     exponent = scale.view(np.uint8).astype(np.int32) - E8M0_BIAS
-    values = np.ldexp(np.float32(1), exponent)
+    values = np.ldexp(np.float32(1), np.minimum(exponent, 127))
     return np.where(exponent == 128, np.float32(np.nan), values)
 
 

@@ -49,13 +49,18 @@ class SendRecv(Request):
 
 @dataclass
 class Collective(Request):
-    """A collective; `sources` are live views of this core's inputs (None while tracing)."""
+    """A collective.
+
+    Attributes:
+        sources: live views of this core's inputs (None while tracing).
+        compute: inputs of every member of a group, in the group's order -> what each member receives.
+    """
 
     op: str
     groups: tuple[tuple[int, ...], ...]
     signature: tuple[Any, ...]
     sources: list[Array] | None
-    compute: Callable[[list[list[Array]], int], list[Array]]
+    compute: Callable[[list[list[Array]]], list[list[Array]]]
 
 
 class _Aborted(BaseException):
@@ -300,8 +305,8 @@ def _complete(tasks: Sequence[_Task]) -> list[Any]:
         for group in lead.groups:
             members = [place[rank, core_id] for rank in group]
             inputs = [_sources(requests[i]) for i in members]
-            for position, i in enumerate(members):
-                results[i] = lead.compute(inputs, position)
+            for i, received in zip(members, lead.compute(inputs), strict=True):
+                results[i] = received
     return results
 
 
