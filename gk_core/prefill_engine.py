@@ -18,7 +18,7 @@ from gk_core.disaggregation import needed_range, transfer_tokens
 from gk_core.errors import LayoutError, RequestError, TransferError, UnsupportedError
 from gk_core.hand_off import MAX_ID_LENGTH, HandOff
 from gk_core.integrity import BlockBytes, group_checksums, offer_digest
-from gk_core.lease import EndedLease, LeaseBook, LeaseEnd
+from gk_core.lease import EndedLease, Lease, LeaseBook, LeaseEnd
 from gk_core.metrics import (
     LEASES_ENDED,
     LEASES_EXPIRED,
@@ -124,9 +124,9 @@ class PrefillEngine:
         self._ended: list[EndedLease] = []
 
     @property
-    def num_leases(self) -> int:
-        """Requests whose blocks wait for a reader."""
-        return len(self._book.live)
+    def leases(self) -> tuple[Lease, ...]:
+        """Requests whose blocks wait for a reader, in order of grant."""
+        return self._book.live
 
     def submit(self, *, request_id: str, token_ids: Sequence[int]) -> HandOff:
         """Prefill N - 1 of N tokens and offer them. Blocks until computed.

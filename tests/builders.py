@@ -50,8 +50,8 @@ __all__ = [
     "Producer",
     "World",
     "make_fake_layout",
-    "make_request",
     "make_pull_settings",
+    "make_request",
     "make_small_geometry",
     "make_tokens",
 ]
@@ -202,8 +202,10 @@ class World:
         refused_tokens: frozenset[int] = frozenset(),
         base_address: int = 0x10_0000,
         first_generation: int = 1,
+        tp_size: int = 1,
+        tp_rank: int = 0,
     ) -> Producer:
-        """A producer that listens."""
+        """A producer that listens; rank r of an engine of several listens on port + r."""
         layout = layout or make_fake_layout()
         cache = FakeKVCache(layout, base_address=base_address)
         pool = FakeBlockPool(
@@ -212,15 +214,20 @@ class World:
             sliding_window=self.geometry.sliding_window,
         )
         total = pool.num_free_blocks()
-        described = describe_rank(self.geometry, layout, engine_id=engine_id, role=Role.PREFILL, tp_size=1, tp_rank=0)
+        described = describe_rank(
+            self.geometry, layout, engine_id=engine_id, role=Role.PREFILL, tp_size=tp_size, tp_rank=tp_rank
+        )
         transport = FakeTransport(self.fabric, name=name, memories=cache.memories)
         hello = PeerHello(
             layout=described, agent_metadata=transport.register(regions=cache.regions), regions=cache.regions
         )
-        server = FakeSideChannelServer(self.board, host=name, port=port)
-        endpoint = server.serve(handler=HandshakeServer(hellos={0: hello}, transports={0: transport}).handle)
+        host = name.partition("/")[0]
+        server = FakeSideChannelServer(self.board, host=host, port=port + tp_rank)
+        answers = HandshakeServer(hellos={tp_rank: hello}, transports={tp_rank: transport})
+        server.serve(handler=answers.handle)
+        endpoint = Endpoint(host=host, port=port)
         metrics = CountingMetrics()
-        model = FakePrefill(cache, refused_tokens=refused_tokens)
+        model = FakePrefill(cache, refused_tokens=refused_tokens, first_head=tp_rank * layout.num_kv_heads)
         engine = PrefillEngine(
             layout=described,
             endpoint=endpoint,

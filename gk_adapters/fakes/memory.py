@@ -77,17 +77,25 @@ class FakeKVCache(BlockBytes):
     Args:
         layout: KV layout.
         base_address: of buffer 0.
+        memories: one per buffer, to use instead of made-up memory; `real` gives some.
+
+    Raises:
+        LayoutError: memories that are not as many and as large as the layout's buffers.
     """
 
     _GAP_BYTES = 64
 
-    def __init__(self, layout: KVLayout, *, base_address: int = 0x10_0000) -> None:
+    def __init__(
+        self, layout: KVLayout, *, base_address: int = 0x10_0000, memories: tuple[FakeMemory, ...] | None = None
+    ) -> None:
         self.layout = layout
         step = layout.buffer_bytes + self._GAP_BYTES
-        self.memories = tuple(
+        self.memories = memories or tuple(
             FakeMemory.synthetic(base_address=base_address + i * step, size_bytes=layout.buffer_bytes)
             for i in range(layout.num_buffers)
         )
+        if [m.size_bytes for m in self.memories] != [layout.buffer_bytes] * layout.num_buffers:
+            raise LayoutError(f"need {layout.num_buffers} memories of {layout.buffer_bytes} bytes")
         self.regions: tuple[KVRegion, ...] = regions_of_buffers(
             layout, [self.memories[layer // 2].base_address for layer in range(layout.num_layers)]
         )
@@ -96,6 +104,17 @@ class FakeKVCache(BlockBytes):
             for i, memory in enumerate(self.memories)
             for half in KVHalf
         }
+
+    @classmethod
+    def real(cls, layout: KVLayout) -> FakeKVCache:
+        """Buffers at real addresses, for transports that move bytes outside Python."""
+        owners = [(ctypes.c_ubyte * layout.buffer_bytes)() for _ in range(layout.num_buffers)]
+        return cls(
+            layout,
+            memories=tuple(
+                FakeMemory.at(address=ctypes.addressof(o), size_bytes=layout.buffer_bytes, owner=o) for o in owners
+            ),
+        )
 
     def half(self, buffer_index: int, half: KVHalf) -> memoryview:
         """All blocks of one half of one buffer."""

@@ -35,15 +35,19 @@ class FakePrefill(PrefillModel):
     Args:
         cache: the prefill side's cache.
         refused_tokens: a chunk with one of these is refused, as a broken request would be.
+        first_head: model's KV head that this rank's first one is.
 
     Attributes:
-        num_tokens: tokens computed so far.
+        chunks: (start position, tokens) of every call that was computed.
     """
 
-    def __init__(self, cache: FakeKVCache, *, refused_tokens: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, cache: FakeKVCache, *, refused_tokens: frozenset[int] = frozenset(), first_head: int = 0
+    ) -> None:
         self._cache = cache
         self._refused = refused_tokens
-        self.num_tokens = 0
+        self._first_head = first_head
+        self.chunks: list[tuple[int, int]] = []
 
     def prefill(self, *, token_ids: Sequence[int], start_position: int, tables: GroupTables) -> None:
         """See `PrefillModel.prefill`.
@@ -66,6 +70,11 @@ class FakePrefill(PrefillModel):
                 for token, position, slot in zip(token_ids, positions, slots[kind_of_layer(layer)], strict=True):
                     for head in range(layout.num_kv_heads):
                         cell_view(data, layout, half, slot=slot, head=head)[:] = stamp(
-                            layout, token=token, position=position, layer=layer, half=half, head=head
+                            layout,
+                            token=token,
+                            position=position,
+                            layer=layer,
+                            half=half,
+                            head=self._first_head + head,
                         )
-        self.num_tokens += len(token_ids)
+        self.chunks.append((start_position, len(token_ids)))

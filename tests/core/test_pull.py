@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
@@ -410,7 +412,7 @@ class TestValues:
             ("reply_timeout_seconds", float("nan")), ("max_attempts", 0), ("trust", 0.0), ("trust", 1.01),
         ],
     )  # fmt: skip
-    def test_a_setting_out_of_range_is_refused_by_name(self, name: str, value: float) -> None:
+    def test_a_setting_out_of_range_is_refused_by_name(self, name: str, value: Any) -> None:
         """Naming field and value."""
         with pytest.raises(LayoutError, match=name):
             PullSettings(**{name: value})

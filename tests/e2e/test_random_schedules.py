@@ -12,6 +12,7 @@ from gk_adapters.fakes import FakeFabric, FaultRates
 from gk_core.decode_request import DecodeSettings, FailedPull, FinishReason
 from gk_core.errors import CapacityError, RequestError
 from gk_core.hand_off import HandOff
+from gk_core.ports import PeerKey
 from gk_core.prefill_engine import PrefillSettings
 from gk_core.transfer_plan import GroupBlocks
 from tests.builders import Consumer, Producer, World, make_fake_layout, make_pull_settings, make_request, make_tokens
@@ -119,10 +120,13 @@ class Schedule:
 
     def poll(self) -> None:
         """Everybody once, in random order."""
-        everybody = [*self.consumers, *self.producers.values()]
+        everybody: list[Consumer | Producer] = [*self.consumers, *self.producers.values()]
         self.rng.shuffle(everybody)
         for one in everybody:
-            one.engine.poll() if isinstance(one, Producer) else one.poll()
+            if isinstance(one, Producer):
+                one.engine.poll()
+            else:
+                one.poll()
 
     def prefill(self, producer: Producer) -> None:
         """Offer a prompt; the producer may be full."""
@@ -182,7 +186,7 @@ class Schedule:
                 # Reads that stall for ever are only quiet once their peer is gone.
                 for producer in self.producers.values():
                     for consumer in self.consumers:
-                        consumer.transport.disconnect(peer=_key(producer))
+                        consumer.transport.disconnect(peer=PeerKey(engine_id=producer.engine_id, rank=0))
             self.world.clock.advance(0.5)
             if not any(c.engine.has_work for c in self.consumers) and turn > 60:
                 break
@@ -193,7 +197,7 @@ class Schedule:
     def check(self) -> None:
         """Blocks, outcomes, tokens."""
         for producer in self.producers.values():
-            assert producer.engine.num_leases == 0
+            assert producer.engine.leases == ()
             assert producer.pool.num_free_blocks() == producer.total
         for consumer in self.consumers:
             assert consumer.pool.num_free_blocks() == consumer.total
@@ -209,12 +213,6 @@ class Schedule:
             assert (finished.reason is FinishReason.LENGTH) is (len(finished.token_ids) == NEW_TOKENS)
             assert bool(finished.error) is (finished.reason is FinishReason.FAILED)
             self.counts[finished.reason.value] += 1
-
-
-def _key(producer: Producer) -> object:
-    from gk_core.ports import PeerKey
-
-    return PeerKey(engine_id=producer.engine_id, rank=0)
 
 
 def run_schedules(seeds: range) -> Counter[str]:

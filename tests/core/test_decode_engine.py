@@ -1,0 +1,564 @@
+"""The consumer: right tokens or none, one outcome per request, and a fault that stays with its request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from gk_adapters.fakes import FaultRates, NoticeFate, ReadFate
+from gk_core.decode_request import (
+    DecodeRequest,
+    DecodeSettings,
+    FailedPull,
+    FinishReason,
+    RequestFinished,
+    TokenEmitted,
+    blocks_at_most,
+)
+from gk_core.decode_step import ControlShape
+from gk_core.errors import LayoutError, RequestError
+from gk_core.hand_off import HandOff
+from gk_core.lease import EndedLease, LeaseEnd
+from gk_core.metrics import (
+    DECODE_STEPS,
+    PULL_BYTES,
+    PULL_READS,
+    PULL_RETRIES,
+    PULL_SECONDS,
+    PULLS_ABORTED,
+    PULLS_DONE,
+    PULLS_FAILED,
+    RECOMPUTED_TOKENS,
+    REQUESTS_REFUSED,
+    TRANSFERRED_TOKENS,
+)
+from gk_core.ports import ReadState
+from tests.builders import Consumer, Producer, World, make_fake_layout, make_pull_settings, make_request, make_tokens
+
+REPLAY = DecodeSettings(on_failed_pull=FailedPull.REPLAY, pull=make_pull_settings())
+STALL = ReadFate(end=ReadState.PENDING)
+
+
+def make_pair(**consumer: Any) -> tuple[World, Producer, Consumer]:
+    world = World()
+    return world, world.producer(), world.consumer(**consumer)
+
+
+def offer(producer: Producer, prompt: tuple[int, ...], request_id: str = "p") -> HandOff:
+    return producer.engine.submit(request_id=request_id, token_ids=prompt)
+
+
+def all_free(*sides: Producer | Consumer) -> bool:
+    return all(side.pool.num_free_blocks() == side.total for side in sides)
+
+
+class TestGoodWay:
+    """Hand-off in, tokens out."""
+
+    @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 18, 31, 32, 33, 34, 47, 48, 49, 63, 64, 65, 100])
+    def test_every_prompt_length_gives_the_hand_formulas_tokens(self, n: int) -> None:
+        """Window 16, block 16: lengths around each edge; blocks come home on both sides."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(n)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt, max_new_tokens=20))
+        world.run([producer], [consumer])
+        (finished,) = consumer.finished("r")
+        assert finished == RequestFinished(
+            request_id="r",
+            reason=FinishReason.LENGTH,
+            error="",
+            token_ids=world.expected(prompt, 20, consumer.cache.layout),
+            transferred_tokens=n - 1,
+            recomputed_tokens=0,
+        )
+        assert consumer.emitted("r") == finished.token_ids
+        assert all_free(producer, consumer)
+
+    def test_tokens_are_streamed_one_by_one_and_counted_from_zero(self) -> None:
+        """Three tokens, then the outcome in the same poll as the last."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(20)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt, max_new_tokens=3))
+        polls = []
+        while consumer.engine.has_work:
+            polls.append(consumer.poll())
+            producer.engine.poll()
+        a, b, c = world.expected(prompt, 3, consumer.cache.layout)
+        assert [[e for e in p if isinstance(e, TokenEmitted)] for p in polls if p] == [
+            [TokenEmitted(request_id="r", token_id=a, index=0)],
+            [TokenEmitted(request_id="r", token_id=b, index=1)],
+            [TokenEmitted(request_id="r", token_id=c, index=2)],
+        ]
+        assert isinstance(polls[-1][-1], RequestFinished)
+
+    def test_an_end_token_ends_the_answer_and_is_part_of_it(self) -> None:
+        """The third right token is named as an end token."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(20)
+        right = world.expected(prompt, 10, consumer.cache.layout)
+        stop = next(i for i, t in enumerate(right) if i >= 2 and t not in right[:i])
+        request = make_request(
+            offer(producer, prompt), prompt, max_new_tokens=10, eos_ids=frozenset({right[stop], 9999})
+        )
+        consumer.engine.submit(request)
+        world.run([producer], [consumer])
+        (finished,) = consumer.finished("r")
+        assert (finished.reason, finished.token_ids) == (FinishReason.EOS, right[: stop + 1])
+
+    def test_several_requests_share_the_rows_and_do_not_disturb_each_other(self) -> None:
+        """Seven requests of different lengths over four rows, each as if alone."""
+        world, producer, consumer = make_pair(layout=make_fake_layout(num_blocks=80))
+        prompts = {f"r{n}": make_tokens(n) for n in (1, 5, 17, 33, 40, 48, 50)}
+        for i, (request_id, prompt) in enumerate(prompts.items()):
+            consumer.engine.submit(
+                make_request(
+                    offer(producer, prompt, request_id), prompt, request_id=request_id, max_new_tokens=3 + 2 * i
+                )
+            )
+        world.run([producer], [consumer])
+        for i, (request_id, prompt) in enumerate(prompts.items()):
+            assert consumer.emitted(request_id) == world.expected(prompt, 3 + 2 * i, consumer.cache.layout)
+        assert all_free(producer, consumer)
+        rows = consumer.metrics.values["gk_decode_rows"]
+        assert max(rows) == 4
+        assert consumer.metrics.counts[DECODE_STEPS] == len(rows)
+
+    def test_a_request_without_a_hand_off_computes_its_prompt_here(self) -> None:
+        """One step per prompt token; the last one is not counted as recomputed."""
+        world, _, consumer = make_pair()
+        prompt = make_tokens(37)
+        consumer.engine.submit(make_request(None, prompt))
+        world.run([], [consumer])
+        (finished,) = consumer.finished("r")
+        assert finished.token_ids == world.expected(prompt, 5, consumer.cache.layout)
+        assert (finished.transferred_tokens, finished.recomputed_tokens) == (0, 36)
+        assert consumer.metrics.counts[RECOMPUTED_TOKENS] == 36
+
+    def test_a_good_pull_is_measured(self) -> None:
+        """33 tokens: 32 move, in 2 full blocks and 1 sliding one, 2 regions, 32 bytes each."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(33)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt))
+        world.run([producer], [consumer], seconds=0.25)
+        counts, values = consumer.metrics.counts, consumer.metrics.values
+        assert (counts[PULLS_DONE], counts[PULLS_FAILED], counts[PULLS_ABORTED]) == (1, 0, 0)
+        assert counts[PULL_BYTES] == 3 * 2 * 32
+        assert counts[TRANSFERRED_TOKENS] == 32
+        assert values[PULL_SECONDS] == [0.25]
+        assert len(values[PULL_READS]) == 1
+
+    def test_one_registration_serves_any_number_of_requests(self) -> None:
+        """20 requests, one register call on either side."""
+        world, producer, consumer = make_pair()
+        for i in range(20):
+            prompt = make_tokens(20, seed=i)
+            consumer.engine.submit(make_request(offer(producer, prompt), prompt, request_id=f"r{i}"))
+            world.run([producer], [consumer])
+        assert (producer.transport.register_calls, consumer.transport.register_calls) == (1, 1)
+        assert len([e for e in consumer.events if isinstance(e, RequestFinished)]) == 20
+
+
+class TestRefusals:
+    """What can never be served is refused at once, by name, and its producer is told."""
+
+    @pytest.mark.parametrize(
+        ("change", "why"),
+        [
+            ({"prompt": ()}, "a prompt has at least 1 token"),
+            ({"prompt": (1, 251)}, "token id 251 at position 1 is outside 0..250"),
+            ({"prompt": (1, -1)}, "token id -1 at position 1"),
+            ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
+            ({"max_new_tokens": 493}, "exceed max_model_len 512"),
+            ({"prompt": make_tokens(19)}, "a hand-off for a prompt of 19 tokens has 18 tokens of KV, got 19"),
+        ],
+    )
+    def test_a_bad_request_is_refused_and_its_producer_is_told_once(self, change: dict[str, Any], why: str) -> None:
+        """The offer goes back as rejected; nothing was allocated here."""
+        _, producer, consumer = make_pair()
+        good = make_request(offer(producer, make_tokens(20)), make_tokens(20))
+        with pytest.raises(RequestError, match=why):
+            consumer.engine.submit(evolve(good, **change))
+        ended: list[EndedLease] = []
+        for _ in range(3):
+            consumer.poll()
+            ended += producer.engine.poll()
+        assert [(e.lease.request_id, e.end) for e in ended] == [("p", LeaseEnd.REJECTED)]
+        assert consumer.metrics.counts[REQUESTS_REFUSED] == 1
+        assert all_free(producer, consumer)
+        assert not consumer.engine.has_work
+        assert consumer.events == []
+
+    def test_a_request_that_the_whole_cache_could_not_hold_is_refused(self) -> None:
+        """9 blocks in all; 130 tokens may need 9 full and 3 sliding ones."""
+        _, _, consumer = make_pair(layout=make_fake_layout(num_blocks=10))
+        with pytest.raises(RequestError, match="may need 12 blocks, the whole cache has 9"):
+            consumer.engine.submit(make_request(None, make_tokens(130), max_new_tokens=2))
+
+    def test_an_id_that_is_being_served_is_refused_and_the_first_goes_on(self) -> None:
+        """And the second offer is given back."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(20)
+        consumer.engine.submit(make_request(offer(producer, prompt, "p1"), prompt))
+        with pytest.raises(RequestError, match="is being served already"):
+            consumer.engine.submit(make_request(offer(producer, prompt, "p2"), prompt))
+        world.run([producer], [consumer])
+        assert consumer.emitted("r") == world.expected(prompt, 5, consumer.cache.layout)
+        assert all_free(producer, consumer)
+
+    def test_one_offer_for_two_requests_serves_the_first_and_refuses_the_second(self) -> None:
+        """Refusing the second does not take the blocks from under the first."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(20)
+        hand_off = offer(producer, prompt)
+        consumer.engine.submit(make_request(hand_off, prompt, request_id="a"))
+        with pytest.raises(RequestError, match="is in use already"):
+            consumer.engine.submit(make_request(hand_off, prompt, request_id="b"))
+        world.run([producer], [consumer])
+        assert consumer.emitted("a") == world.expected(prompt, 5, consumer.cache.layout)
+
+    def test_an_offer_that_contradicts_its_producer_fails_before_any_block_is_taken(self) -> None:
+        """Another block size than the producer's."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(20)
+        hand_off = evolve(offer(producer, prompt), block_size=32)
+        consumer.engine.submit(make_request(hand_off, prompt))
+        consumer.poll()
+        (finished,) = consumer.finished("r")
+        assert "remote_block_size must be the producer's 16, got 32" in finished.error
+        assert consumer.pool.evicted == ()
+        world.run([producer], [consumer])
+        producer.engine.poll()
+        assert all_free(producer, consumer)
+
+    def test_negative_max_ahead_is_refused(self) -> None:
+        """Naming the value."""
+        with pytest.raises(LayoutError, match="max_ahead must be >= 0, got -1"):
+            DecodeSettings(max_ahead=-1)
+
+
+class TestRoom:
+    """Requests wait for blocks and rows; what was admitted never has to give way."""
+
+    def test_requests_wait_their_turn_when_the_cache_is_small(self) -> None:
+        """Room for about two at a time; all six are served, in order of admission."""
+        world, producer, consumer = make_pair(layout=make_fake_layout(num_blocks=14))
+        prompts = {f"r{i}": make_tokens(33, seed=i) for i in range(6)}
+        for request_id, prompt in prompts.items():
+            consumer.engine.submit(
+                make_request(offer(producer, prompt, request_id), prompt, request_id=request_id, max_new_tokens=10)
+            )
+        world.run([producer], [consumer], seconds=0.1)
+        order = [e.request_id for e in consumer.events if isinstance(e, RequestFinished)]
+        assert order == list(prompts)
+        for request_id, prompt in prompts.items():
+            assert consumer.emitted(request_id) == world.expected(prompt, 10, consumer.cache.layout)
+        assert all_free(producer, consumer)
+
+    def test_a_small_request_does_not_overtake_a_large_one_for_ever(self) -> None:
+        """The large one is next in line and gets its room when the first has finished."""
+        world, producer, consumer = make_pair(layout=make_fake_layout(num_blocks=14))
+        for request_id, n in (("first", 60), ("large", 100), ("small", 2)):
+            prompt = make_tokens(n)
+            consumer.engine.submit(
+                make_request(offer(producer, prompt, request_id), prompt, request_id=request_id, max_new_tokens=4)
+            )
+        world.run([producer], [consumer], seconds=0.1)
+        order = [e.request_id for e in consumer.events if isinstance(e, RequestFinished)]
+        assert order == ["first", "large", "small"]
+
+    def test_a_request_that_waits_longer_than_its_lease_keeps_it_warm(self) -> None:
+        """Leases of 10 s; one row, no blocks ahead; the second waits for 25 s and is still pulled."""
+        world, producer, consumer = make_pair(
+            num_rows=1, settings=DecodeSettings(pull=make_pull_settings(), max_ahead=0)
+        )
+        first, second = make_tokens(20, seed=1), make_tokens(20, seed=2)
+        consumer.engine.submit(make_request(offer(producer, first, "a"), first, request_id="a", max_new_tokens=50))
+        consumer.engine.submit(make_request(offer(producer, second, "b"), second, request_id="b"))
+        world.run([producer], [consumer], seconds=0.5)
+        (finished,) = consumer.finished("b")
+        assert (finished.reason, finished.transferred_tokens) == (FinishReason.LENGTH, 19)
+
+    def test_a_request_whose_lease_ends_while_it_waits_ends_at_once(self) -> None:
+        """The producer withdraws it; the waiting request does not wait on."""
+        world, producer, consumer = make_pair(
+            num_rows=1, settings=DecodeSettings(pull=make_pull_settings(), max_ahead=0)
+        )
+        first, second = make_tokens(20, seed=1), make_tokens(20, seed=2)
+        consumer.engine.submit(make_request(offer(producer, first, "a"), first, request_id="a", max_new_tokens=50))
+        consumer.engine.submit(make_request(offer(producer, second, "b"), second, request_id="b"))
+        producer.engine.cancel(request_id="b")
+        world.run([producer], [consumer], seconds=0.5, until=lambda: bool(consumer.finished("b")))
+        assert "producer_failed" in consumer.finished("b")[0].error
+        assert consumer.finished("a") == []
+
+    @pytest.mark.parametrize(
+        ("tokens", "block_size", "window", "blocks"),
+        [(1, 16, 16, 2), (16, 16, 16, 2), (17, 16, 16, 4), (48, 16, 16, 6), (130, 16, 16, 12), (1000, 128, 128, 11)],
+    )
+    def test_the_most_blocks_of_a_request_are_its_full_ones_and_a_windows(
+        self, tokens: int, block_size: int, window: int, blocks: int
+    ) -> None:
+        """16-token windows touch 2 blocks of 16, and a third is held until the next step; so 3."""
+        shape = ControlShape(num_rows=1, block_size=block_size, sliding_window=window, max_model_len=2048)
+        assert blocks_at_most(tokens, shape) == blocks
+
+
+class TestCancel:
+    """A request may be given up at any moment: one outcome, and blocks come home on both sides."""
+
+    @pytest.mark.parametrize("polls", [0, 1, 2, 3, 5, 8, 12])
+    def test_cancelling_after_any_number_of_polls(self, polls: int) -> None:
+        """The read takes six polls, so this hits waiting, pulling, running and finished."""
+        world, producer, consumer = make_pair()
+        world.fabric.script_reads(ReadFate(polls=6))
+        prompt = make_tokens(33)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt, max_new_tokens=4))
+        for _ in range(polls):
+            consumer.poll()
+            producer.engine.poll()
+        consumer.engine.cancel(request_id="r")
+        consumer.engine.cancel(request_id="r")
+        world.run([producer], [consumer])
+        (finished,) = consumer.finished("r")
+        assert finished.reason is (FinishReason.LENGTH if polls == 12 else FinishReason.CANCELLED)
+        assert consumer.emitted("r") == finished.token_ids
+        right = world.expected(prompt, 4, consumer.cache.layout)
+        assert finished.token_ids == right[: len(finished.token_ids)]
+        producer.engine.poll()
+        assert all_free(producer, consumer)
+
+    def test_blocks_of_a_cancelled_pull_stay_until_its_read_is_quiet(self) -> None:
+        """The outcome comes at once; the blocks come with the end of the read; the id may be used again meanwhile."""
+        world, producer, consumer = make_pair()
+        world.fabric.script_reads(STALL)
+        prompt = make_tokens(33)
+        consumer.engine.submit(make_request(offer(producer, prompt, "a"), prompt))
+        consumer.poll()
+        consumer.engine.cancel(request_id="r")
+        assert [e.reason for e in consumer.poll() if isinstance(e, RequestFinished)] == [FinishReason.CANCELLED]
+        held = consumer.total - consumer.pool.num_free_blocks()
+        assert held > 0
+        consumer.engine.submit(make_request(offer(producer, prompt, "b"), prompt))
+        world.run([producer], [consumer], until=lambda: len(consumer.finished("r")) == 2)
+        assert consumer.emitted("r") == world.expected(prompt, 5, consumer.cache.layout)
+        assert consumer.total - consumer.pool.num_free_blocks() == held
+        world.fabric.kill("prefill")
+        consumer.poll()
+        assert all_free(consumer)
+        assert consumer.metrics.counts[PULLS_ABORTED] == 1
+
+    def test_cancelling_a_waiting_request_gives_its_offer_back(self) -> None:
+        """Nothing was read; the producer hears that it was rejected."""
+        _, producer, consumer = make_pair()
+        prompt = make_tokens(33)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt))
+        consumer.engine.cancel(request_id="r")
+        consumer.poll()
+        assert [e.end for e in producer.engine.poll()] == [LeaseEnd.REJECTED]
+
+    def test_cancelling_a_stranger_is_harmless(self) -> None:
+        """No event."""
+        _, _, consumer = make_pair()
+        consumer.engine.cancel(request_id="stranger")
+        assert consumer.poll() == ()
+
+
+class TestIsolation:
+    """One bad row harms no other."""
+
+    @pytest.mark.parametrize("kind", ["nan_tokens", "refused_tokens"])
+    def test_a_row_that_the_model_cannot_serve_ends_alone(self, kind: str) -> None:
+        """Three rows; the middle one is fed token 250 as its last prompt token."""
+        world, producer, consumer = make_pair(**{kind: frozenset({250})})
+        prompts = {"a": make_tokens(20), "bad": (*make_tokens(29), 250), "c": make_tokens(40)}
+        for request_id, prompt in prompts.items():
+            consumer.engine.submit(make_request(offer(producer, prompt, request_id), prompt, request_id=request_id))
+        world.run([producer], [consumer])
+        (bad,) = consumer.finished("bad")
+        assert (bad.reason, bad.token_ids) == (FinishReason.FAILED, ())
+        assert ("NaN" if kind == "nan_tokens" else "refuse") in bad.error
+        for request_id in ("a", "c"):
+            right = world.expected(prompts[request_id], 5, consumer.cache.layout)
+            if 250 not in right:
+                assert consumer.emitted(request_id) == right
+        assert all_free(producer, consumer)
+
+    def test_a_failed_pull_ends_its_request_and_no_other(self) -> None:
+        """The first read fails twice, the second one is fine."""
+        world, producer, consumer = make_pair()
+        failed = ReadFate(end=ReadState.FAILED)
+        prompts = {"a": make_tokens(20), "b": make_tokens(40)}
+        for request_id, prompt in prompts.items():
+            consumer.engine.submit(make_request(offer(producer, prompt, request_id), prompt, request_id=request_id))
+        world.fabric.script_reads(failed, ReadFate(), failed)
+        world.run([producer], [consumer])
+        assert consumer.finished("a")[0].reason is FinishReason.FAILED
+        assert "read 0 from P1/0 failed" in consumer.finished("a")[0].error
+        assert consumer.emitted("b") == world.expected(prompts["b"], 5, consumer.cache.layout)
+        assert consumer.metrics.counts[PULL_RETRIES] == 1
+        assert consumer.metrics.counts[PULLS_FAILED] == 1
+        assert all_free(producer, consumer)
+
+    def test_a_read_that_fails_once_is_tried_again(self) -> None:
+        """And the request never notices."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(40)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt))
+        world.fabric.script_reads(ReadFate(end=ReadState.FAILED))
+        world.run([producer], [consumer])
+        assert consumer.emitted("r") == world.expected(prompt, 5, consumer.cache.layout)
+
+
+class TestReplay:
+    """With REPLAY a failed pull costs time and never a wrong token."""
+
+    def test_the_prompt_is_computed_here_when_its_kv_does_not_come(self) -> None:
+        """Both attempts fail; 39 tokens are recomputed, none counted as transferred."""
+        world, producer, consumer = make_pair(settings=REPLAY)
+        prompt = make_tokens(40)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt))
+        world.fabric.script_reads(*[ReadFate(end=ReadState.FAILED)] * 2)
+        world.run([producer], [consumer])
+        (finished,) = consumer.finished("r")
+        assert finished.token_ids == world.expected(prompt, 5, consumer.cache.layout)
+        assert (finished.transferred_tokens, finished.recomputed_tokens) == (0, 39)
+        assert consumer.metrics.counts[TRANSFERRED_TOKENS] == 0
+        assert all_free(producer, consumer)
+
+    def test_a_replay_takes_other_blocks_while_the_read_is_still_under_way(self) -> None:
+        """A stalled read keeps its blocks; the replay's tokens are right although the read lands later."""
+        world, producer, consumer = make_pair(settings=REPLAY)
+        prompt = make_tokens(40)
+        hand_off = offer(producer, prompt)
+        consumer.engine.submit(make_request(hand_off, prompt, max_new_tokens=8))
+        world.fabric.script_reads(ReadFate(polls=30))
+        consumer.poll()
+        producer.engine.poll()
+        producer.engine.cancel(request_id="p", reason="cache lost")
+        world.run([producer], [consumer])
+        (finished,) = consumer.finished("r")
+        assert finished.token_ids == world.expected(prompt, 8, consumer.cache.layout)
+        assert finished.recomputed_tokens == 39
+        producer.engine.poll()
+        assert all_free(producer, consumer)
+
+    def test_a_producer_that_cannot_be_found_does_not_fail_the_request(self) -> None:
+        """Nobody listens at the offer's endpoint."""
+        world, producer, consumer = make_pair(settings=REPLAY)
+        prompt = make_tokens(20)
+        hand_off = evolve(offer(producer, prompt), port=1)
+        consumer.engine.submit(make_request(hand_off, prompt))
+        world.run([producer], [consumer])
+        assert consumer.emitted("r") == world.expected(prompt, 5, consumer.cache.layout)
+
+
+class TestProducerTrouble:
+    """The consumer hears of it, or notices by itself."""
+
+    def test_the_producers_failure_ends_the_request_in_one_poll(self) -> None:
+        """Others go on."""
+        world, producer, consumer = make_pair()
+        a, b = make_tokens(20), make_tokens(40)
+        world.fabric.script_reads(ReadFate(polls=50))
+        consumer.engine.submit(make_request(offer(producer, a, "a"), a, request_id="a"))
+        consumer.engine.submit(make_request(offer(producer, b, "b"), b, request_id="b"))
+        consumer.poll()
+        producer.engine.poll()
+        producer.engine.cancel(request_id="a", reason="device lost")
+        consumer.poll()
+        assert [(f.reason, "device lost" in f.error) for f in consumer.finished("a")] == [(FinishReason.FAILED, True)]
+        world.run([producer], [consumer])
+        assert consumer.emitted("b") == world.expected(b, 5, consumer.cache.layout)
+
+    def test_a_side_channel_that_does_not_answer_fails_only_those_who_need_it(self) -> None:
+        """One producer is silent, the other serves; the silent one is not asked again and again."""
+        world = World()
+        good, silent = world.producer(), world.producer(engine_id="P2", name="mute", port=5700, base_address=0x50_0000)
+        consumer = world.consumer()
+        world.board.silence(silent.endpoint)
+        a, b = make_tokens(20), make_tokens(40)
+        consumer.engine.submit(make_request(offer(silent, a), a, request_id="a"))
+        consumer.engine.submit(make_request(offer(good, b), b, request_id="b"))
+        world.run([good, silent], [consumer])
+        assert "no reply from mute:5700" in consumer.finished("a")[0].error
+        assert consumer.emitted("b") == world.expected(b, 5, consumer.cache.layout)
+        world.clock.advance(20.0)
+        silent.engine.poll()
+        assert all_free(good, silent, consumer)
+
+    def test_without_answers_to_claims_a_pull_fails_at_its_deadline(self) -> None:
+        """All notices of the producer are lost although every byte arrived."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(20)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt))
+        world.fabric.rates = FaultRates(notice_lost=1.0)
+        world.run([producer], [consumer], seconds=1.0)
+        (finished,) = consumer.finished("r")
+        assert "not complete within 20 s" in finished.error
+        assert finished.token_ids == ()
+        assert all_free(consumer)
+
+    def test_a_lost_release_costs_time_and_no_block(self) -> None:
+        """Claim and reply arrive, the release does not: the lease runs out."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(20)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt))
+        world.fabric.script_notices(NoticeFate(), NoticeFate(), NoticeFate(copies=0))
+        world.run([producer], [consumer])
+        producer.engine.poll()
+        assert not all_free(producer)
+        world.clock.advance(10.0)
+        assert [e.end for e in producer.engine.poll()] == [LeaseEnd.EXPIRED]
+        assert all_free(producer, consumer)
+
+    def test_a_hand_off_of_a_producer_that_was_started_anew_is_refused_by_both_ids(self) -> None:
+        """It answers as P2; the offer is P1's."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(20)
+        hand_off = offer(producer, prompt)
+        world.fabric.kill("prefill")
+        producer.server.close()
+        again = world.producer(engine_id="P2")
+        consumer.engine.submit(make_request(hand_off, prompt))
+        world.run([again], [consumer])
+        error = consumer.finished("r")[0].error
+        assert "P1" in error
+        assert "P2" in error
+
+    def test_a_producer_that_comes_back_under_the_same_name_and_id_is_found_again(self) -> None:
+        """Known, then killed and restarted: the planned request fails, the next one shakes hands anew."""
+        world, producer, consumer = make_pair()
+        prompt = make_tokens(20)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt, request_id="before"))
+        world.run([producer], [consumer])
+        old = offer(producer, prompt, "old")
+        world.fabric.kill("prefill")
+        producer.server.close()
+        again = world.producer(first_generation=1000)
+        consumer.engine.submit(make_request(old, prompt, request_id="planned"))
+        world.run([again], [consumer])
+        assert consumer.finished("planned")[0].reason is FinishReason.FAILED
+        consumer.engine.submit(make_request(offer(again, prompt, "old"), prompt, request_id="after"))
+        world.run([again], [consumer])
+        for request_id in ("before", "after"):
+            assert consumer.emitted(request_id) == world.expected(prompt, 5, consumer.cache.layout)
+        again.engine.poll()
+        assert all_free(again, consumer)
+
+    def test_a_peer_that_does_not_fit_is_refused_naming_the_field(self) -> None:
+        """Block 32 there, 16 here."""
+        world = World()
+        producer = world.producer(layout=make_fake_layout(block_size=32))
+        consumer = world.consumer()
+        prompt = make_tokens(20)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt))
+        world.run([producer], [consumer])
+        assert "kernel_block_size: ours 16, theirs 32" in consumer.finished("r")[0].error
+
+
+def test_requests_are_plain_values() -> None:
+    """Defaults: no end tokens, no hand-off."""
+    request = DecodeRequest(request_id="r", prompt=(1,), max_new_tokens=1)
+    assert (request.eos_ids, request.hand_off) == (frozenset(), None)
