@@ -62,6 +62,7 @@ def _down_bias(b: StackBuilder) -> StackedWeightSpec:
 
 
 def plain_mxfp4(b: StackBuilder) -> list[StackedWeightSpec]:
+    """The experts of an MXFP4 checkpoint in checkpoint order, gate and up apart, packed as they are stored."""
     h, i = b.geometry.hidden_size, b.geometry.intermediate_size
     gate_up = SourceAxis(
         indices=_interleaved(range(i)), stack_axes=(1, 2), shape=(2, i), rule="even rows gate, odd rows up"
@@ -94,6 +95,7 @@ def plain_mxfp4(b: StackBuilder) -> list[StackedWeightSpec]:
 
 
 def plain_bf16(b: StackBuilder) -> list[StackedWeightSpec]:
+    """The experts of a BF16 checkpoint in checkpoint order, gate and up apart."""
     i = b.geometry.intermediate_size
     gate_up = SourceAxis(
         indices=_interleaved(range(i)), stack_axes=(1, 3), shape=(2, i), rule="even columns gate, odd columns up"
@@ -111,6 +113,7 @@ def plain_bf16(b: StackBuilder) -> list[StackedWeightSpec]:
 
 
 def nki_mxfp4(b: StackBuilder) -> list[StackedWeightSpec]:
+    """The experts of an MXFP4 checkpoint in the NKI layout: four FP4 values a word, scale bytes beside them."""
     h, i = b.geometry.hidden_size, b.geometry.intermediate_size
     i_tiles = padded_features(i) // FEATURES_PER_TILE
     columns = intermediate_order(i)
@@ -145,6 +148,7 @@ def nki_mxfp4(b: StackBuilder) -> list[StackedWeightSpec]:
 
 
 def nki_bf16(b: StackBuilder) -> list[StackedWeightSpec]:
+    """The experts of a BF16 checkpoint in the NKI layout: hidden shuffled, intermediate padded to whole tiles."""
     i = b.geometry.intermediate_size
     order = plain_padded_order(i)
     gate_up = SourceAxis(

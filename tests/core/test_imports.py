@@ -82,27 +82,36 @@ ARRAYS = {"numpy", "ml_dtypes"}
 DOORS = {
     "click": "cli",
     "httpx": "proxy",
+    "huggingface_hub": "vllm",
+    "jinja2": "text",
     "msgspec": "peer_codec",
+    "neuronx_distributed": "neuron",
     "nixl": "nixl_transport",
+    "nki": "nki_*",
+    "prometheus_client": "*metrics",
     "rich": "cli",
+    "safetensors": "bench_naive_stacks",
     "starlette": "proxy",
+    "tokenizers": "text",
     "torch": "torch_*",
+    "torch_neuronx": "neuron",
+    "transformers": "hf_reference",
     "uvicorn": "cli",
     "vllm": "vllm",
     "zmq": "zmq_side_channel",
 }
 """Third party -> the module or sub-package of gk_adapters through which it comes in."""
 
-ALSO = {"vllm": {"torch"}}
-"""A sub-package whose third party cannot be used without another."""
+ALSO_TORCH = {"vllm", "neuron", "hf_reference.py", "bench_naive_stacks.py", "nodes.py"}
+"""Where torch comes along: with systems that hand out its tensors, in a peer to measure against, and in the root that
+puts the torch adapters together."""
 
 
 def door_allows(path: Path, package: str) -> bool:
     inside = path.relative_to(ADAPTERS)
+    door = DOORS.get(package, "nowhere")
     return (
-        inside.match(f"{DOORS.get(package)}.py")
-        or inside.parts[0] == DOORS.get(package)
-        or (package in ALSO.get(inside.parts[0], set()))
+        inside.match(f"{door}.py") or inside.parts[0] == door or (package == "torch" and inside.parts[0] in ALSO_TORCH)
     )
 
 
