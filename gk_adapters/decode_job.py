@@ -107,7 +107,7 @@ def run_in_process(
             result.transferred_tokens, result.recomputed_tokens = event.transferred_tokens, event.recomputed_tokens
     # Let the last releases reach the producer, so that nothing is left on lease.
     for _ in range(1000):
-        if not (prefill.engine.num_leases or decode.engine.has_work):
+        if not (prefill.engine.leases or decode.engine.has_work):
             break
         decode.engine.poll()
         prefill.engine.poll()

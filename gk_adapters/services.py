@@ -127,7 +127,7 @@ class PrefillService(_Loop):
         try:
             result = _PrefillResult(hand_off=self.node.engine.submit(request_id=request_id, token_ids=prompt))
         except CapacityError as error:
-            if self.node.engine.num_leases:
+            if self.node.engine.leases:
                 # Blocks come back when their readers are done; the request keeps its place.
                 self._waiting.append((request_id, prompt))
                 return
@@ -150,7 +150,7 @@ class PrefillService(_Loop):
         return {"hand_off": to_kv_transfer_params(result.hand_off)}
 
     def _status(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        return {"engine_id": self.node.engine_id, "leases": self.node.engine.num_leases, **_pool_counts(self.node)}
+        return {"engine_id": self.node.engine_id, "leases": len(self.node.engine.leases), **_pool_counts(self.node)}
 
 
 @define
