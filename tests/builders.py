@@ -32,7 +32,7 @@ from gk_adapters.fakes import (
 from gk_adapters.peer_directory import DirectorySettings, HandshakeServer, NoticeMailbox, PeerDirectory
 from gk_core.decode_engine import DecodeEngine
 from gk_core.decode_request import DecodeEvent, DecodeRequest, DecodeSettings, RequestFinished, TokenEmitted
-from gk_core.decode_step import ControlShape
+from gk_core.decode_step import AttentionControl, ControlShape, DecodeRow, build_attention_control
 from gk_core.disaggregation import Role
 from gk_core.hand_off import HandOff
 from gk_core.handshake import PeerHello
@@ -57,6 +57,8 @@ __all__ = [
 ]
 
 WINDOW = 16
+
+ControlBuilder = Callable[[Sequence[DecodeRow | None], ControlShape], AttentionControl]
 
 
 class CountingMetrics(Metrics):
@@ -254,6 +256,7 @@ class World:
         nan_tokens: frozenset[int] = frozenset(),
         refused_tokens: frozenset[int] = frozenset(),
         base_address: int = 0x90_0000,
+        build_control: ControlBuilder = build_attention_control,
     ) -> Consumer:
         """A consumer that knows nobody yet."""
         layout = layout or make_fake_layout(num_blocks=50)
@@ -298,6 +301,7 @@ class World:
             settings=settings or DecodeSettings(pull=make_pull_settings()),
             metrics=metrics,
             block_bytes=cache,
+            build_control=build_control,
         )
         return Consumer(engine, cache, pool, kernel, transport, directory, metrics, described, total)
 
