@@ -86,6 +86,15 @@ class BlockPoolContract:
         assert len(tables.sliding.block_ids) == len(tables.full.block_ids) == blocks
         assert pool.num_free_blocks() == 19 - 2 * blocks + null
 
+    def test_an_arrival_needs_room_only_for_blocks_that_it_gets(self) -> None:
+        """13 tokens: four full blocks and the two sliding ones inside the window; six free blocks do, five do not."""
+        full = self.make_pool(num_blocks=7)
+        full.grow(request_id="a", num_computed_tokens=13, num_new_tokens=0)
+        assert full.num_free_blocks() == 0
+        short = self.make_pool(num_blocks=6)
+        with pytest.raises(CapacityError, match="13 tokens, 5 of 5 are free"):
+            short.grow(request_id="a", num_computed_tokens=13, num_new_tokens=0)
+
     def test_the_token_after_an_arrival_goes_into_its_last_block(self) -> None:
         """13 arrived, the 14th is new: no new block; the 17th takes one in each group."""
         pool = self.make_pool(num_blocks=20)
