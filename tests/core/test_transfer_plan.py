@@ -111,6 +111,21 @@ def test_block_ids_expand_by_their_own_sides_ratio() -> None:
     assert pairs_of(plan) == [(6, 10), (7, 11), (8, 20), (9, 21)]
 
 
+def test_a_pull_may_begin_in_the_middle_of_their_block() -> None:
+    """Ours 64 with one block (64 tokens) cached, theirs 128: kernel block 1 is the second half of their block 3."""
+    ours = resized(make_peer(Role.DECODE), kernel=64, block=64)
+    theirs = resized(make_peer(Role.PREFILL), kernel=64, block=128)
+    plan = plan_pull(
+        make_map(ours, theirs),
+        local=make_groups((21, 22), (11, 12), first_sliding=1, first_full=1),
+        remote=make_groups((4, 6), (3, 5)),
+        num_tokens=192,
+        num_cached_tokens=64,
+    )
+    # sliding: the query at 192 reads from token 65 on, so from kernel block 1 too
+    assert pairs_of(plan) == [(11, 7), (12, 10), (21, 9), (22, 12)]
+
+
 def test_blocks_of_equal_size_move_with_all_their_kernel_blocks() -> None:
     """Block 128 over kernel 64 on both sides."""
     plan = plan_pull(
@@ -296,6 +311,9 @@ def test_a_list_that_begins_after_the_needed_block_is_refused() -> None:
     late = make_groups((1, 8), (2, 3), first_full=1)
     with pytest.raises(RequestError, match=r"the local list holds 1\.\.2"):
         plan_pull(one_to_one(), local=late, remote=make_groups(*GOOD_REMOTE), num_tokens=130)
+    much_later = make_groups((1, 8), range(20, 30), first_full=5)
+    with pytest.raises(RequestError, match=r"the local list holds 5\.\.14"):
+        plan_pull(one_to_one(), local=much_later, remote=make_groups(*GOOD_REMOTE), num_tokens=130)
     late = make_groups((4, 5), (6, 7), first_sliding=1)
     with pytest.raises(RequestError, match=r"sliding_attention group are needed, the remote list holds 1\.\.2"):
         plan_pull(one_to_one(), local=make_groups(*GOOD_LOCAL), remote=late, num_tokens=130)
@@ -319,6 +337,8 @@ def test_ids_are_checked_against_the_ranks_own_block_count() -> None:
     assert plan_pull(map_peer(make_peer(Role.DECODE), theirs), local=local, remote=remote, num_tokens=5).num_bytes
     with pytest.raises(RequestError, match="ids are below 111488"):
         plan_pull(map_peer(make_peer(Role.DECODE, rank=1), theirs), local=local, remote=remote, num_tokens=5)
+    with pytest.raises(RequestError, match="ids are below 111488"):
+        plan_pull(map_peer(make_peer(Role.DECODE, tp=4), theirs), local=local, remote=remote, num_tokens=5)
 
 
 def test_ids_in_blocks_of_several_kernel_blocks_are_counted_in_blocks() -> None:
@@ -327,6 +347,8 @@ def test_ids_in_blocks_of_several_kernel_blocks_are_counted_in_blocks() -> None:
     plan_pull(peers, local=make_groups((1,), (2,)), remote=make_groups((3,), (1499,)), num_tokens=5)
     with pytest.raises(RequestError, match="remote block id 1500 does not exist; ids are below 1500"):
         plan_pull(peers, local=make_groups((1,), (2,)), remote=make_groups((3,), (1500,)), num_tokens=5)
+    with pytest.raises(RequestError, match="local block id 1500 does not exist; ids are below 1500"):
+        plan_pull(peers, local=make_groups((1500,), (2,)), remote=make_groups((3,), (4,)), num_tokens=5)
 
 
 @pytest.mark.parametrize("bad", [-1, True, False, 1.0, "1", None, (1,), -(1 << 20_000)], ids=lambda b: type(b).__name__)
