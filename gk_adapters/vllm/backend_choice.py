@@ -1,8 +1,8 @@
 """Which attention backend an engine gets: gk's where its settings ask for gk, vLLM's own everywhere else.
 
 vLLM's CPU platform has one overridable entry for its backend and resolves it by name when the first attention layer is
-built. The name `CpuBackend` of this module is that entry; it is decided at that moment, from the engine's own config, so
-an installed plugin changes nothing for engines that do not use it.
+built. The name `CpuBackend` of this module is that entry; it is decided at that moment, from the engine's own config,
+so an installed plugin changes nothing for engines that do not use it.
 """
 
 from __future__ import annotations

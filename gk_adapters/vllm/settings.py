@@ -16,10 +16,12 @@ __all__ = ["GkSettings", "MissingKVPolicy", "engine_uses_gk", "packed_kv_request
 class MissingKVPolicy(Enum):
     """What a GK engine, which has no prefill graph, does with prompt tokens whose KV it does not have.
 
-    REPLAY recomputes them through decode steps, one token each: slow, right, counted. REFUSE fails the request by name.
+    REPLAY recomputes them through decode steps, one token each: slow, right, counted. PULL_AGAIN does so too, but first
+    asks the producer again for as long as it keeps the KV. REFUSE fails the request; the log says which and why.
     """
 
     REPLAY = "replay"
+    PULL_AGAIN = "pull_again"
     REFUSE = "refuse"
 
 
@@ -31,11 +33,19 @@ class GkSettings:
         gk_decode: serve decode steps through the giga kernel.
         fp8_packed_kv: pair-packed K; needs an FP8 cache.
         missing_kv: policy for tokens without KV.
+        lnc: logical NeuronCore config.
+        gk_attention: whether attention runs on gk's backend, over group buffers. Not set: wherever gk_decode,
+            fp8_packed_kv or gk's connector is. False keeps vLLM's own attention and cache layout under gk's connector.
     """
 
     gk_decode: bool = False
     fp8_packed_kv: bool = False
     missing_kv: MissingKVPolicy = MissingKVPolicy.REPLAY
+    lnc: int = 1
+    gk_attention: bool | None = None
+
+
+_KNOWN = ("gk_attention", "gk_decode", "gk_missing_kv")
 
 
 def parse_settings(additional_config: object) -> GkSettings:
@@ -51,25 +61,37 @@ def parse_settings(additional_config: object) -> GkSettings:
     config = outer.get("neuron_config", {})
     if not isinstance(config, Mapping):
         raise RequestError(f"additional_config.neuron_config must be an object, got {type(config).__name__}")
-    unknown = sorted(k for k in config if str(k).startswith("gk_") and k not in ("gk_decode", "gk_missing_kv"))
+    unknown = sorted(k for k in config if str(k).startswith("gk_") and k not in _KNOWN)
     if unknown:
-        raise RequestError(f"unknown neuron_config keys {unknown}; gk knows gk_decode, gk_missing_kv, fp8_packed_kv")
+        raise RequestError(
+            f"unknown neuron_config keys {unknown}; gk knows gk_attention, gk_decode, gk_missing_kv, fp8_packed_kv"
+        )
+    lnc = config.get("logical_nc_config", 1)
+    if type(lnc) is not int:
+        raise RequestError(f"neuron_config.logical_nc_config must be an int, got {lnc!r}")
     policy = config.get("gk_missing_kv", MissingKVPolicy.REPLAY.value)
     if policy not in {p.value for p in MissingKVPolicy}:
         raise RequestError(f"gk_missing_kv must be one of {[p.value for p in MissingKVPolicy]}, got {policy!r}")
-    return GkSettings(
+    settings = GkSettings(
         gk_decode=_flag(config, "gk_decode"),
         fp8_packed_kv=_flag(config, "fp8_packed_kv"),
         missing_kv=MissingKVPolicy(policy),
+        lnc=lnc,
+        gk_attention=_flag(config, "gk_attention") if "gk_attention" in config else None,
     )
+    if settings.gk_attention is False and (settings.gk_decode or settings.fp8_packed_kv):
+        raise RequestError("gk_decode and fp8_packed_kv need gk's cache layout; take gk_attention: false out")
+    return settings
 
 
 def engine_uses_gk(vllm_config: Any) -> bool:
-    """Whether an engine asked for gk: by its connector, or by a gk key in `neuron_config`."""
+    """Whether an engine's attention runs on gk's backend: as `gk_attention` says, else by its other settings."""
+    settings = parse_settings(vllm_config.additional_config)
+    if settings.gk_attention is not None:
+        return settings.gk_attention
     transfer = getattr(vllm_config, "kv_transfer_config", None)
-    if getattr(transfer, "kv_connector", None) == "GkNixlConnector":
-        return True
-    return parse_settings(vllm_config.additional_config) != GkSettings()
+    connected = getattr(transfer, "kv_connector", None) == "GkNixlConnector"
+    return connected or settings.gk_decode or settings.fp8_packed_kv
 
 
 def packed_kv_requested() -> bool:
