@@ -62,8 +62,7 @@ class Op:
         self.__signature__ = _BINARY if two and name not in _CONSTANTS else _UNARY
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.tile is None:
-            refuse("operator", f"nl.{self.name} called on tiles", "an operator with a tile form", UsageError)
+        assert self.tile is not None  # language.py gives every operator one
         return self.tile(self, *args, **kwargs)
 
     def __repr__(self) -> str:

@@ -14,13 +14,14 @@ import numpy as np
 
 from gk_kernels.simulator import context as cx
 from gk_kernels.simulator.dtypes import Array, DType, as_dtype
-from gk_kernels.simulator.errors import BoundsError, ConstraintError, PoisonError, format_site, refuse
+from gk_kernels.simulator.errors import BoundsError, PoisonError, format_site, refuse
 from gk_kernels.simulator.memory import MemoryRegion, Storage
 from gk_kernels.simulator.registers import DynamicSlice, Indirect, NKIObject, VirtualRegister
 from gk_kernels.simulator.views import MAX_DIMS, Shape, StridedView, row_major
 
 MAX_STRIDE = 2**15 - 1
 MAX_COUNT = 2**16 - 1
+PSUM_ALIGN = 4
 
 
 class Tile(NamedTuple):
@@ -243,8 +244,10 @@ class NkiTensor(StridedView):
             if count > MAX_COUNT or (count > 1 and stride > MAX_STRIDE):
                 _check_encoding(shape[1:], strides[1:])
         start = self.storage.partition_start + self.offset // (self.storage.row_bytes // self.dtype.itemsize)
-        if shape[0] > 128:
-            refuse("partitions", shape[0], "128", ConstraintError)
+        if self.buffer is MemoryRegion.psum:
+            first = self.offset % (self.storage.row_bytes // self.dtype.itemsize) * self.dtype.itemsize
+            if first % PSUM_ALIGN:
+                refuse("start of a PSUM access", f"byte {first}", f"a multiple of {PSUM_ALIGN} bytes")
         if check:
             check_start(shape[0], start)
         tile = Tile(shape[0], free, start)

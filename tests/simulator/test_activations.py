@@ -217,6 +217,20 @@ def test_reciprocal_is_one_over(shape: tuple[int, int], seed: int, dtype: str) -
     close(on_tiles(nisa.reciprocal, [data], (shape, "float32")), 1 / wide(data), "float32")
 
 
+def test_activate2_reduces_by_largest_magnitude() -> None:
+    """abs_max keeps the sign."""
+    data = np.array([[1.0, -5.0, 3.0]], np.float32)
+
+    def call(d: Any, top: Any, x: Any) -> None:
+        nisa.activate2(
+            d, nl.copy, x, 1.0, 0.0, nl.bypass, nl.bypass,
+            reduce_op=nl.abs_max, reduce_res=top, reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        )  # fmt: skip
+
+    _, top = on_tiles(call, [data], ((1, 3), "float32"), ((1, 1), "float32"))
+    assert top.tolist() == [[-5.0]]
+
+
 def test_a_poisoned_register_of_another_engine_is_not_used() -> None:
     """Scalar and Vector keep separate registers."""
 

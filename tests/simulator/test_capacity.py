@@ -120,6 +120,17 @@ def test_tensors_with_addresses_must_not_overlap_while_alive() -> None:
         simulate(make(396, 0, False))
 
 
+def test_overlaps_can_be_only_noted() -> None:
+    """capacity="warn"."""
+
+    def kernel() -> None:
+        tiles = [nl.ndarray((2, 4), nl.float32, address=(0, 0)) for _ in range(2)]
+        for tile in (*tiles, *tiles):
+            nisa.memset(tile, 0.0)
+
+    assert "explicit addresses" in simulate(kernel, capacity="warn").warnings[0]
+
+
 def test_an_address_places_the_start_partition() -> None:
     """A tensor at partition 32 starts there, so two inputs may disagree."""
 

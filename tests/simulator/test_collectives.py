@@ -84,6 +84,27 @@ def test_all_reduce_and_reduce_scatter_reduce_over_the_group(op: str, function: 
         assert np.array_equal(part, want[position : position + 1])
 
 
+def test_one_rank_is_a_group_of_one() -> None:
+    """A collective over itself."""
+
+    def kernel(x: Any) -> Any:
+        return moved(x, (2, 3), lambda s, d: ncc.all_reduce(s, d, ONE, nl.add))
+
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert np.array_equal(simulate(kernel, x).output, x)
+
+
+def test_integers_reduce_exactly() -> None:
+    """2^24 + 1 in int32."""
+    group = ncc.ReplicaGroup([[0, 1]])
+
+    def kernel(x: Any) -> Any:
+        return moved(x, (1, 1), lambda s, d: ncc.all_reduce(s, d, group, nl.add))
+
+    inputs = [(np.array([[v]], np.int32),) for v in (2**24, 1)]
+    assert simulate(kernel, ranks=2, rank_args=inputs).output.tolist() == [[16777217]]
+
+
 def test_reductions_add_in_fp32_and_round_once() -> None:
     """bfloat16: 256 + 1 + 1 + 1 is 260 (259 rounds to even), not 256."""
     group = ncc.ReplicaGroup(((0, 1, 2, 3),))

@@ -158,6 +158,78 @@ def test_one_bad_row_with_oob_error_changes_nothing() -> None:
     assert not cache.any()
 
 
+def test_skipping_every_row_changes_nothing() -> None:
+    """A gather and a gather-add of only bad indices."""
+
+    def kernel(table: Any, index: Any) -> Any:
+        at, tile, out = nl.load(index), filled(2, 2, value=3.0), out_like((2, 2))
+        nisa.dma_copy(tile, table.vector_select(0, at), oob_mode=SKIP)
+        nisa.dma_compute(tile, [tile, table.vector_select(0, at)], nl.add, oob_mode=SKIP)
+        nisa.dma_copy(out, tile)
+        return out
+
+    result = simulate(kernel, np.ones((3, 2), np.float32), np.array([[-1], [3]], np.int32))
+    assert result.output.tolist() == [[3.0, 3.0]] * 2
+
+
+def test_an_indirect_transpose_skips_columns() -> None:
+    """Bad indices leave their column of the destination."""
+    table = np.arange(12, dtype=np.float16).reshape(4, 3)
+    index = np.full((16, 1), 9, np.uint32)
+    index[2, 0] = 1
+
+    def kernel(table: Any, index: Any) -> Any:
+        tile, out = filled(3, 16, dtype=nl.float16, value=-1.0), out_like((3, 16), nl.float16)
+        nisa.dma_transpose(tile, table.vector_select(0, nl.load(index)), oob_mode=SKIP)
+        nisa.dma_copy(out, tile)
+        return out
+
+    result = simulate(kernel, table, index)
+    assert result.output[:, 2].tolist() == [3.0, 4.0, 5.0]
+    assert (np.delete(result.output, 2, axis=1) == -1).all()
+    assert result.counters[0].skipped_rows == 15
+
+
+def test_a_scatter_into_a_fresh_table_writes_only_its_rows() -> None:
+    """The other rows stay never-written; a read-only table is copied first."""
+    table = np.zeros((3, 2), np.float32)
+    table.flags.writeable = False
+
+    def kernel(given: Any, index: Any) -> Any:
+        fresh, at = nl.ndarray((3, 2), nl.float32, nl.private_hbm), nl.load(index)
+        for target in (fresh, given):
+            nisa.dma_copy(target.vector_select(0, at), filled(2, 2, value=4.0))
+        out = out_like((2, 2))
+        nisa.dma_copy(out, fresh[0:2])
+        return out, given
+
+    out, given = simulate(kernel, table, np.array([[1], [0]], np.int32)).output
+    assert out.tolist() == [[4.0, 4.0]] * 2
+    assert given.tolist() == [[4.0, 4.0], [4.0, 4.0], [0.0, 0.0]]
+    assert not table.any()
+
+
+def test_a_copy_within_one_hbm_tensor_may_overlap() -> None:
+    """Rows 0..2 move to 1..3."""
+    table = np.arange(4, dtype=np.float32)[:, None].copy()
+
+    def kernel(table: Any) -> None:
+        nisa.dma_copy(table[1:4], table[0:3])
+
+    simulate(kernel, table)
+    assert table.ravel().tolist() == [0.0, 0.0, 1.0, 2.0]
+
+
+def test_a_plain_number_for_an_enum_is_taken_with_a_note() -> None:
+    """AWS's own library spells dge_mode.none as 3."""
+
+    def kernel(x: Any) -> None:
+        nisa.dma_copy(empty(2, 3), x, dge_mode=3)  # type: ignore[arg-type]
+
+    result = simulate(kernel, np.zeros((2, 3), np.float32))
+    assert "dge_mode=3 as a plain number" in result.warnings[0]
+
+
 def test_two_rows_to_one_place_are_noted() -> None:
     """Which one stays is not defined."""
 

@@ -143,6 +143,13 @@ def test_shifts_are_logical_and_invert_flips_every_bit() -> None:
     assert got.tolist() == [[7, -6]]
 
 
+def test_a_bitwise_column_is_per_partition() -> None:
+    """An integer [P, 1] operand."""
+    data, column = np.array([[12, 10], [12, 10]], np.int32), np.array([[8], [2]], np.int32)
+    got = on_tiles(lambda d, x, c: nisa.tensor_scalar(d, x, nl.bitwise_and, c), [data, column], ((2, 2), "int32"))
+    assert got.tolist() == [[8, 8], [0, 2]]
+
+
 def test_32_bit_integers_add_exactly_on_gpsimd_and_in_fp32_on_vector() -> None:
     """2^24 + 1 survives on GpSimd and not in fp32."""
     a, b = np.array([[2**24]], np.int32), np.array([[1]], np.int32)
@@ -318,6 +325,13 @@ def test_language_wrappers_compute_what_they_say() -> None:
             nl.broadcast_to(nl.sum(t, 1), (8, 8)),
             nl.broadcast_to(nl.mean(t, 1), (8, 8)),
             nl.broadcast_to(nl.max(t, 1), (8, 8)),
+            nl.broadcast_to(nl.expand_dims(nl.sum(t, 1, keepdims=True), 1).squeeze_dim(1), (8, 8)),
+            nl.divide(t, 4.0),
+            nl.square(t),
+            nl.logical_not(nl.greater(t, 2.0)),
+            nl.broadcast_to(nl.all(nl.greater(t, 1.0), 1), (8, 8)),
+            nl.load_transpose2d(x),
+            nl.multiply(nl.ones((8, 8), nl.float32), t),
         ]
         outs = []
         for result in results:
@@ -346,6 +360,13 @@ def test_language_wrappers_compute_what_they_say() -> None:
         np.broadcast_to(v.sum(1, keepdims=True), v.shape),
         np.broadcast_to(v.mean(1, keepdims=True), v.shape),
         np.broadcast_to(v.max(1, keepdims=True), v.shape),
+        np.broadcast_to(v.sum(1, keepdims=True), v.shape),
+        v / 4,
+        v * v,
+        np.where(v > 2, 0, 1),
+        np.broadcast_to((v > 1).all(1, keepdims=True), v.shape),
+        v.T,
+        v,
     ]
     for got, want in zip(outs, wants, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -15,6 +15,7 @@ import pytest
 from gk_kernels.simulator import HbmInput, SimulationError, UsageError, input_bytes, simulate, simulated_nki
 from gk_kernels.simulator import isa as nisa
 from gk_kernels.simulator import language as nl
+from gk_kernels.simulator.bench import _cases as bench_cases
 from gk_kernels.simulator.bench import overhead
 from gk_kernels.simulator.program import jit
 from gk_kernels.simulator.targets import TRN3, Target
@@ -170,6 +171,80 @@ def test_a_trace_runs_without_data() -> None:
     assert result.counters[0].hbm_read_bytes == 128 * 64 * 2
     small = simulate(kernel, np.zeros((128, 64), ml_dtypes.bfloat16))
     assert small.counters[0].to_json() == result.counters[0].to_json()
+
+
+def test_a_trace_counts_what_a_run_counts() -> None:
+    """One call of every common instruction, and of the rest, with and without data."""
+
+    def kernel() -> None:
+        for call in bench_cases().values():
+            call()
+        tile, half = filled(32, 8), filled(32, 8, dtype=nl.bfloat16)
+        keep, bits = filled(32, 8, dtype=nl.uint8), filled(32, 8, dtype=nl.uint32, value=0)
+        out, total, one = empty(32, 8), empty(32, 1), filled(32, 1)
+        nisa.tensor_scalar_reduce(out, tile, nl.add, 0.0, nl.add, total)
+        nisa.tensor_scalar_cumulative(out, tile, nl.add, nl.add, 0.0)
+        nisa.tensor_tensor_scan(out, tile, tile, 0.0, nl.multiply, nl.add)
+        nisa.activate2(out, nl.exp, tile, 1.0, 0.0, nl.multiply, nl.add)
+        nisa.exponential(out, tile)
+        nisa.affine_select(out, [[1, 8]], 0, tile, 0.0)
+        nisa.range_select(out, tile, nl.greater, nl.less, one, one, reduce_res=total)
+        nisa.select_reduce(out, keep, tile, 0.0)
+        nisa.nc_match_replace8(out, tile, tile, 0.0)
+        nisa.sequence_bounds(empty(1, 2, 8), filled(1, 8))
+        nisa.nc_n_gather(out, tile, bits)
+        nisa.local_gather(empty(32, 16), tile, filled(32, 1, dtype=nl.uint16, value=0))
+        nisa.tensor_partition_reduce(empty(1, 8), nl.maximum, tile)
+        nisa.tensor_partition_reduce(empty(1, 8, dtype=nl.uint32), nl.bitwise_or, bits)
+        nisa.nonzero_with_count(empty(32, 9, dtype=nl.int32), tile)
+        nisa.topk(empty(32, 2, dtype=nl.bfloat16), empty(32, 2, dtype=nl.uint32), half, 20)
+        nisa.bn_stats(empty(32, 6), tile)
+        nisa.bn_aggr(empty(32, 2), filled(32, 6))
+        nisa.rand_set_state(one)
+        nisa.rng(empty(32, 8, dtype=nl.uint8))
+        nisa.rand2(out, 0.0, 1.0)
+        nisa.dropout(out, tile, 0.5)
+        nisa.dma_transpose(empty(8, 32), tile)
+        nisa.dma_compute(out, [tile, tile], nl.add)
+        nisa.nc_transpose(empty(8, 32), tile, engine=nisa.engine.vector)
+        packed, scale = empty(32, 2, dtype=nl.float8_e4m3fn_x4), empty(4, 2, dtype=nl.uint8)
+        nisa.quantize_mx(packed, half, scale)
+        nisa.nc_matmul_mx(empty(2, 2, buffer=nl.psum), packed, packed, scale, scale)
+        nl.device_print("tile", tile)
+        nl.shared_constant(np.zeros((2, 3), np.float32))
+
+    traced, run = simulate(kernel, trace=True), simulate(kernel)
+    assert traced.counters[0].to_json() == run.counters[0].to_json()
+    assert {op for _, op, _ in run.counters[0].stats} >= {"topk", "quantize_mx", "nc_matmul_mx", "dma_compute"}
+
+
+def test_a_register_loaded_in_a_trace_holds_zero_and_says_so() -> None:
+    """There is no data to load; a while loop cannot be traced at all."""
+
+    def kernel() -> None:
+        register = nisa.register_alloc(filled(1, 1, dtype=nl.int32, value=5))
+        for _ in nl.dynamic_range(register):
+            nisa.memset(empty(1, 1), 0.0)
+
+    assert simulate(kernel).counters[0].total(op="memset").count == 1 + 5
+    traced = simulate(kernel, trace=True)
+    assert traced.counters[0].total(op="memset").count == 1
+    assert "the register holds 0" in traced.warnings[0]
+    with pytest.raises(UsageError, match="a condition that depends on data"):
+        simulate(lambda: nl.while_loop(nisa.register_alloc(1), lambda r: r), trace=True)
+
+
+def test_an_input_of_4_gib_is_refused() -> None:
+    """Declared, not allocated."""
+    big = HbmInput(dtype="uint8", shape=(4, 1 << 30))
+    with pytest.raises(SimulationError, match="HBM tensor size"):
+        simulate(lambda a: None, big, trace=True)
+    simulate(lambda a: None, big, trace=True, hbm_tensor_limit_bytes=None)
+
+
+def test_jit_of_a_kernel_is_the_kernel() -> None:
+    """Twice is once."""
+    assert jit(add_one) is add_one
 
 
 def test_input_bytes_sums_what_a_kernel_could_read() -> None:

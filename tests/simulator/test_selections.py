@@ -216,6 +216,22 @@ def test_partition_reduce_reduces_over_partitions(name: str, function: Any) -> N
     np.testing.assert_allclose(wide(got)[0], function(wide(data), axis=0), rtol=1e-6)
 
 
+def test_bits_reduce_over_partitions() -> None:
+    """12 | 3, 12 & 10."""
+    data = np.array([[12, 12], [3, 10]], np.uint8)
+    got = on_tiles(lambda d, x: nisa.tensor_partition_reduce(d, nl.bitwise_or, x), [data], ((1, 2), "uint8"))
+    assert got.tolist() == [[15, 14]]
+    got = on_tiles(lambda d, x: nisa.tensor_partition_reduce(d, nl.bitwise_and, x), [data], ((1, 2), "uint8"))
+    assert got.tolist() == [[0, 8]]
+
+
+def test_a_shuffle_that_leaves_everything_does_nothing() -> None:
+    """All 255."""
+    before = random_array(1, (32, 2))
+    got = on_tiles(lambda d, x: nisa.nc_stream_shuffle(d, x, [255] * 32), [before * 2], ((32, 2), FLOAT), start=before)
+    assert np.array_equal(got, before)
+
+
 def test_nonzero_lists_indices_then_padding_then_the_count() -> None:
     """The documents' example, on partition 16; partition 1 stays."""
     data = np.zeros((17, 8), np.float32)

@@ -70,6 +70,85 @@ def test_an_integer_keeps_the_partition_and_drops_other_dimensions() -> None:
     inside(check)
 
 
+def test_negative_bounds_count_from_the_end() -> None:
+    """As in Python."""
+
+    def check() -> None:
+        t = empty(7, 10)
+        assert (t[:, -4:-1].shape, t[:, -4:-1].offset) == ((7, 3), 6)
+        assert t.slice(-1, 2, 5).offset == 2
+        assert t[-1].offset == 60
+
+    inside(check)
+
+
+def test_trivial_reshapes_give_the_same_view() -> None:
+    """Splitting into one part, merging one dimension, dimensions of size 1, a lone partition dimension."""
+
+    def check() -> None:
+        t = empty(6, 1, 8)
+        assert t.reshape_dim(0, (6,)).get_pattern() == t.flatten_dims(1, 1).get_pattern() == t.get_pattern()
+        assert t.flatten_dims(1, 2).shape == (6, 8)
+        assert t.reshape((6, 8, 1)).strides == (8, 1, 1)
+        assert empty(6, 1).reshape((6,)).shape == (6, 1)
+        assert empty(6, 1, buffer=nl.private_hbm).reshape((1, 6)).shape == (1, 6)
+        assert t.rearrange(("p", "a", "b"), ("p", (), "b", "a")).shape == (6, 1, 8, 1)
+
+    inside(check)
+
+
+def test_an_indirect_view_can_be_shaped_in_its_other_dimensions() -> None:
+    """Select, permute, split, squeeze beside the gathered dimension; the index still means rows."""
+    table = np.arange(5 * 2 * 3, dtype=np.float32).reshape(5, 2, 3)
+
+    def kernel(table: Any) -> Any:
+        at = empty(2, 1, dtype=nl.int32)
+        nisa.iota(at, [[1, 1]], offset=1, channel_multiplier=3)  # rows 1 and 4
+        rows = table.vector_select(0, at)
+        assert rows.is_indirect()
+        views = [
+            rows.permute((0, 2, 1)),
+            rows[:, 1],
+            rows[:, :, 1:3],
+            rows.reshape((2, 6)),
+            rows.expand_dim(1).squeeze_dim(1),
+            table.reshape((5, 2, 3)).select(1, 1).vector_select(0, at),
+        ]
+        outs = []
+        for view in views:
+            tile = nl.ndarray(view.shape, nl.float32)
+            nisa.dma_copy(tile, view)
+            out = nl.ndarray(view.shape, nl.float32, nl.shared_hbm)
+            nisa.dma_copy(out, tile)
+            outs.append(out)
+        return tuple(outs)
+
+    picked = table[[1, 4]]
+    wants = [picked.transpose(0, 2, 1), picked[:, 1], picked[:, :, 1:3], picked.reshape(2, 6), picked, picked[:, 1]]
+    for got, want in zip(simulate(kernel, table).output, wants, strict=True):
+        assert np.array_equal(got, want)
+
+
+def test_a_dynamic_slice_moves_with_permutes_and_indices() -> None:
+    """nl.ds with a register on dimension 1, then other dimensions change around it."""
+    table = np.arange(4 * 6 * 2, dtype=np.float32).reshape(4, 6, 2)
+
+    def kernel(table: Any) -> Any:
+        window = table[:, nl.ds(nisa.register_alloc(3), 2), :]
+        views = [window.permute((1, 0, 2)), window[2], window[:, :, 1], window[0:2]]
+        outs = []
+        for view in views:
+            out = nl.ndarray(view.shape, nl.float32, nl.shared_hbm)
+            nisa.dma_copy(out, view)
+            outs.append(out)
+        return tuple(outs)
+
+    window = table[:, 3:5]
+    wants = [window.transpose(1, 0, 2), window[2], window[:, :, 1], window[0:2]]
+    for got, want in zip(simulate(kernel, table).output, wants, strict=True):
+        assert np.array_equal(got, want)
+
+
 def test_rearrange_splits_then_reorders() -> None:
     """The documents' example: (128, 24) as b (h w) to b w h with h = 4."""
 

@@ -17,6 +17,7 @@ from gk_kernels.simulator.isa.check import (
     column_values,
     core_of,
     cycles,
+    dtype_in,
     put,
     read_f32,
     same,
@@ -28,6 +29,22 @@ from gk_kernels.simulator.ops import OPS, Op, as_op
 from gk_kernels.simulator.tensor import NkiTensor
 
 _F32 = ("float32",)
+_EXP_SRC = frozenset(
+    [
+        "float8_e4m3",
+        "float8_e5m2",
+        "float16",
+        "bfloat16",
+        "float32",
+        "int8",
+        "int16",
+        "int32",
+        "uint8",
+        "uint16",
+        "uint32",
+    ]
+)
+_EXP_DST = (_EXP_SRC - {"uint32"}) | {"tfloat32"}
 _ADD = OPS["add"]
 _ACT2_PAIRS = frozenset(
     {
@@ -213,6 +230,8 @@ def exponential(
     if core.target.generation < 4:
         refuse(rule, core.target.name, "trn3 or newer")
     tile = same(rule, dst, src)
+    dtype_in(rule, "dst", dst, _EXP_DST)
+    dtype_in(rule, "src", src, _EXP_SRC)
     limit = column(rule, "max_value", max_value, tile, _F32)
     if reduce_cmd is reduce_cmd.reset:
         refuse(f"{rule}: reduce_cmd", "reset", "idle, reset_reduce, reduce or load_reduce", UsageError)

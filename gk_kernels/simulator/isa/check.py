@@ -12,7 +12,7 @@ from gk_kernels.simulator.dtypes import Array, DType
 from gk_kernels.simulator.errors import UsageError, refuse
 from gk_kernels.simulator.isa.constants import NkiInstruction, engine
 from gk_kernels.simulator.memory import MemoryRegion
-from gk_kernels.simulator.tensor import NkiTensor, Tile, VirtualRegister
+from gk_kernels.simulator.tensor import NkiTensor, Tile
 
 PSUM, SBUF = MemoryRegion.psum, MemoryRegion.sbuf
 DONE = NkiInstruction()
@@ -164,9 +164,12 @@ def tensors(*values: Any) -> list[NkiTensor]:
     return [value for value in values if type(value) is NkiTensor]
 
 
-def is_register(value: Any) -> bool:
-    """Whether a value is a register."""
-    return isinstance(value, VirtualRegister)
+def int32(rule: str, name: str, value: Any) -> None:
+    """An integer that an instruction encodes in 32 bits."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        refuse(f"{rule}: {name}", repr(value), "an integer known at build time", UsageError)
+    if not -(1 << 31) <= value < 1 << 31:
+        refuse(f"{rule}: {name}", value, "int32")
 
 
 def integer(dtype: DType) -> bool:

@@ -78,8 +78,6 @@ def _check_side(rule: str, label: str, view: Any) -> NkiTensor:
     found = tensor(rule, label, view)
     if found.buffer is PSUM:
         refuse(f"{rule}: {label} buffer", "psum", "SBUF or HBM; DMA reaches no PSUM")
-    if found.storage.on_chip and found.shape[0] > 128:
-        refuse(f"{rule}: {label} partitions", found.shape[0], 128)
     if found._unchecked:
         found.check_bounds()
     return found
@@ -363,6 +361,7 @@ def dma_transpose(
 
 
 def _check_hwdge_transpose(rule: str, src: NkiTensor) -> None:
+    """src.shape[-1] <= 128 holds already: it becomes the destination's partitions."""
     first = src.shape[0]
     if len(src.shape) == 2:
         if first != 16:
@@ -371,8 +370,6 @@ def _check_hwdge_transpose(rule: str, src: NkiTensor) -> None:
         refuse(
             f"{rule} with hwdge: src.shape", src.shape, "shape[0] in 1, 2, 4, 8, 16 and shape[0]*shape[-2] % 16 == 0"
         )
-    if src.shape[-1] > 128:
-        refuse(f"{rule} with hwdge: src.shape[-1]", src.shape[-1], 128)
     if src.dtype.itemsize != 2:
         refuse(f"{rule} with hwdge: src dtype", src.dtype, "2 bytes")
 
@@ -384,8 +381,6 @@ def _check_indirect_transpose(rule: str, src: NkiTensor, mode: Any) -> None:
     rows = src.shape[0]
     if mode not in (_unknown, _swdge):
         refuse(f"{rule}: dge_mode of an indirect transpose", mode.name, "unknown or swdge")
-    if src.shape[-1] > 128:
-        refuse(f"{rule}: src.shape[-1]", src.shape[-1], 128)
     if src.dtype.itemsize != 2:
         refuse(f"{rule}: src dtype of an indirect transpose", src.dtype, "2 bytes")
     if len(src.shape) == 4 and 1 not in src.shape[1:3]:

@@ -20,6 +20,7 @@ from gk_kernels.simulator.isa.check import (
     column_values,
     core_of,
     cycles,
+    int32,
     integer,
     no_psum,
     one_psum,
@@ -445,8 +446,10 @@ def affine_values(rule: str, tile: Tile, pattern: Any, offset: int, channel_mult
     return rows[:, None] + values
 
 
-def check_pattern(rule: str, tile: Tile, pattern: Any) -> None:
+def check_pattern(rule: str, tile: Tile, pattern: Any, offset: Any, channel_multiplier: Any) -> None:
     """A generated pattern covers the tile's free elements in at most 4 dimensions."""
+    int32(rule, "offset", offset)
+    int32(rule, "channel_multiplier", channel_multiplier)
     count = 1
     for _, n in pattern:
         count *= n
@@ -466,7 +469,7 @@ def iota(
     core = core_of(rule)
     buffer(rule, "dst", dst, SBUF)
     tile = dst.tile()
-    check_pattern(rule, tile, pattern)
+    check_pattern(rule, tile, pattern, offset, channel_multiplier)
     core.retire(rule, "gpsimd", cycles(tile.free), tile.free, dst)
     if core.trace:
         return DONE

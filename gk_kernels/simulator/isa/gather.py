@@ -14,6 +14,7 @@ from gk_kernels.simulator.isa.check import (
     core_of,
     cycles,
     dtype_in,
+    int32,
     no_psum,
     put,
     put_raw,
@@ -187,6 +188,8 @@ def nonzero_with_count(
     buffer(rule, "src", src, SBUF)
     dtype_in(rule, "src", src, ("float32", "int32"))
     dtype_in(rule, "dst", dst, ("int32",))
+    int32(rule, "index_offset", index_offset)
+    int32(rule, "padding_val", padding_val)
     tile, out = src.tile(), dst.tile()
     if out.partitions != tile.partitions or out.free != tile.free + 1:
         refuse(f"{rule}: dst shape", dst.shape, f"({tile.partitions}, {tile.free + 1})")

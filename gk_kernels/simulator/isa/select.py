@@ -63,7 +63,7 @@ def affine_select(
     buffer(rule, "dst", dst, SBUF)
     buffer(rule, "on_true_tile", on_true_tile, SBUF)
     tile = same(rule, dst, on_true_tile)
-    check_pattern(rule, tile, pattern)
+    check_pattern(rule, tile, pattern, offset, channel_multiplier)
     found = _comparison(rule, cmp_op)
     if not isinstance(on_false_value, (int, float, np.floating)):
         refuse(f"{rule}: on_false_value", repr(on_false_value), "a float32 constant", UsageError)

@@ -45,8 +45,6 @@ def _one_element(rule: str, value: NkiTensor) -> NkiTensor:
     tensor(rule, "the tensor", value)
     if value.buffer is MemoryRegion.psum or value.size != 1:
         refuse(f"{rule}: tensor", f"{value.shape} in {value.buffer.value}", "one element in SBUF or HBM")
-    if value.dtype.itemsize > 4:
-        refuse(f"{rule}: dtype", value.dtype, "at most 32 bits")
     return value
 
 
