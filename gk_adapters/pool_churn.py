@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from gk_adapters.block_pool import BlockOrder, HybridBlockPool
+from gk_adapters.block_pool import BlockOrder, HybridBlockPool, id_runs
 from gk_core.block_table import NULL_BLOCK_ID
 from gk_core.errors import CapacityError
 
@@ -74,7 +74,8 @@ def pool_churn(settings: ChurnSettings | None = None) -> dict[str, object]:
     """Reads per pulled request and region, for vLLM's block order as it comes, sorted, and for contiguous blocks.
 
     Returns a JSON-ready dict: `pulls`, `blocks_per_pull`, `reads_per_pull` with one entry per order (`median`, `mean`,
-    `min`, `max`), and `sorted_vllm_over_contiguous`, the ratio of the two means.
+    `min`, `max`), `decode_side_runs`, the same for the ids of one side alone, and `sorted_vllm_over_contiguous`, the
+    ratio of the mean reads.
     """
     settings = settings or ChurnSettings()
     vllm, contiguous = (_Service(settings, order).run() for order in (BlockOrder.VLLM, BlockOrder.CONTIGUOUS))
@@ -89,6 +90,11 @@ def pool_churn(settings: ChurnSettings | None = None) -> dict[str, object]:
             "vllm_as_handed_out": _summary(vllm.reads_in_order),
             "vllm_sorted": _summary(vllm.reads_sorted),
             "contiguous": _summary(contiguous.reads_sorted),
+        },
+        "decode_side_runs": {
+            "vllm_as_handed_out": _summary(vllm.runs_in_order),
+            "vllm_sorted": _summary(vllm.runs_sorted),
+            "contiguous": _summary(contiguous.runs_sorted),
         },
         "sorted_vllm_over_contiguous": statistics.fmean(vllm.reads_sorted) / statistics.fmean(contiguous.reads_sorted),
     }
@@ -122,6 +128,8 @@ class _Service:
         self._ticket = 0
         self.reads_in_order: list[int] = []
         self.reads_sorted: list[int] = []
+        self.runs_in_order: list[int] = []
+        self.runs_sorted: list[int] = []
         self.blocks: list[int] = []
         self.turned_away = 0
 
@@ -163,19 +171,18 @@ class _Service:
 
     def _measure(self, name: str, num_blocks: int) -> None:
         here, there = (p.tables(request_id=name) for p in (self._decode_pool, self._prefill_pool))
-        in_order = in_any_order = moved = 0
+        pairs = []
         for local, remote in (
             (here.sliding.block_ids, there.sliding.block_ids),
             (here.full.block_ids, there.full.block_ids),
         ):
             wanted = [(a, b) for a, b in zip(local[:num_blocks], remote, strict=True) if a != NULL_BLOCK_ID]
-            ours, theirs = [a for a, _ in wanted], [b for _, b in wanted]
-            in_order += paired_runs(ours, theirs, in_order=True)
-            in_any_order += paired_runs(ours, theirs, in_order=False)
-            moved += len(wanted)
-        self.reads_in_order.append(in_order)
-        self.reads_sorted.append(in_any_order)
-        self.blocks.append(moved)
+            pairs.append(([a for a, _ in wanted], [b for _, b in wanted]))
+        self.reads_in_order.append(sum(paired_runs(a, b, in_order=True) for a, b in pairs))
+        self.reads_sorted.append(sum(paired_runs(a, b, in_order=False) for a, b in pairs))
+        self.runs_in_order.append(sum(id_runs(a) for a, _ in pairs))
+        self.runs_sorted.append(sum(id_runs(sorted(a)) for a, _ in pairs))
+        self.blocks.append(sum(len(a) for a, _ in pairs))
 
     def _decode(self, name: str, position: int, end: int) -> None:
         """Grow at the first token and at each block's first token, until the request departs."""

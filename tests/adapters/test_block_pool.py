@@ -255,6 +255,9 @@ def test_after_churn_contiguous_blocks_need_several_times_fewer_reads() -> None:
     assert reads["contiguous"]["mean"] * 5 < reads["vllm_sorted"]["mean"]
     assert reads["vllm_sorted"]["mean"] <= reads["vllm_as_handed_out"]["mean"] <= report["blocks_per_pull"]["mean"]
     assert reads["contiguous"]["min"] == 2
+    runs = report["decode_side_runs"]
+    assert all(runs[order]["mean"] <= reads[order]["mean"] for order in reads)
+    assert runs["contiguous"]["mean"] * 2 < runs["vllm_sorted"]["mean"] < runs["vllm_as_handed_out"]["mean"]
     assert report["sorted_vllm_over_contiguous"] > 5
     assert json.loads(json.dumps(report)) == report
 
