@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 from attrs import frozen
@@ -39,22 +40,26 @@ class TorchEngines:
         """Logits of every prefilled token."""
         return logits(self.prefill.forward(token_ids=ids, start_position=start, tables=tables), self.model)
 
-    def control(self, rows: list[tuple[int, GroupTables] | None]) -> AttentionControl:
-        """Control of (position, tables) rows."""
-        return build_attention_control(
-            [None if r is None else DecodeRow(position=r[0], full_table=r[1].full, sliding_table=r[1].sliding)
-             for r in rows],
-            self.shape,
-        )  # fmt: skip
+    @staticmethod
+    def rows(rows: Sequence[tuple[int, GroupTables] | None]) -> list[DecodeRow | None]:
+        """(position, tables) as the core takes them."""
+        return [
+            None if r is None else DecodeRow(position=r[0], full_table=r[1].full, sliding_table=r[1].sliding)
+            for r in rows
+        ]
 
-    def step(self, rows: list[tuple[int, int, GroupTables] | None]) -> torch.Tensor:
+    def control(self, rows: Sequence[tuple[int, GroupTables] | None]) -> AttentionControl:
+        """Control of (position, tables) rows."""
+        return build_attention_control(self.rows(rows), self.shape)
+
+    def step(self, rows: Sequence[tuple[int, int, GroupTables] | None]) -> torch.Tensor:
         """Hidden states of one step over (token, position, tables) rows."""
-        padded = rows + [None] * (self.shape.num_rows - len(rows))
+        padded = [*rows, *[None] * (self.shape.num_rows - len(rows))]
         control = self.control([None if r is None else r[1:] for r in padded])
         ids = tuple(0 if r is None else r[0] for r in padded)
         return self.kernel.step(call=self.builder.build(token_ids=ids, control=control))
 
-    def step_logits(self, rows: list[tuple[int, int, GroupTables] | None]) -> torch.Tensor:
+    def step_logits(self, rows: Sequence[tuple[int, int, GroupTables] | None]) -> torch.Tensor:
         """Logits of one step, [R, V]."""
         return logits(self.step(rows), self.model)
 
