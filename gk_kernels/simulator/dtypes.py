@@ -52,14 +52,14 @@ def _round_tf32(values: Array) -> Array:
 
 def _to_int(np_dtype: np.dtype[Any]) -> Callable[[Array], Array]:
     info = np.iinfo(np_dtype)
-    wide = np.float32 if info.bits < 32 else np.float64
+    low, end = float(info.min), float(info.max) + 1.0  # exact in fp32
 
     def cast(values: Array) -> Array:
-        rounded = np.rint(values).astype(wide)
-        np.clip(rounded, info.min, info.max, out=rounded)
-        if np.isnan(rounded.max(initial=0.0)):
-            rounded = np.where(np.isnan(rounded), 0, rounded)
-        return rounded.astype(np_dtype)
+        rounded = np.rint(values)
+        if low <= rounded.min() and rounded.max() < end:  # false when there is a NaN
+            return rounded.astype(np_dtype)
+        wide = np.clip(rounded.astype(np.float64), info.min, info.max)
+        return np.where(np.isnan(wide), 0, wide).astype(np_dtype)
 
     return cast
 

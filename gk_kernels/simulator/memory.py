@@ -84,8 +84,9 @@ class Storage:
         if data is not None and not written:
             self.unwritten = np.ones(nbytes, np.uint8)
         self.pending = 0
-        # PSUM only. None: no matmul wrote here. Else one byte per byte: 0 nothing, 1 matmul, 2 another engine.
-        self.matmul: Array | None = None
+        # PSUM only: who wrote last. None: no matmul yet. 1 or 2 for the whole storage, else one mark per byte:
+        # 0 nothing, 1 a matmul, 2 another instruction after a matmul.
+        self.matmul: Array | int | None = None
 
     def thaw(self) -> None:
         """Give a frozen storage its own copy of the bytes."""

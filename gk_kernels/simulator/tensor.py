@@ -206,18 +206,37 @@ class NkiTensor(StridedView):
             if storage.pending >= storage.nbytes:
                 storage.settle()
         if storage.matmul is not None:
-            self.matmul_marks()[...] = 2
+            self.mark_matmul(2)
 
-    def matmul_marks(self) -> Array:
-        """PSUM accumulation marks under this view: one byte per element (that of its first byte)."""
+    def matmul_state(self) -> tuple[int, int]:
+        """Smallest and largest accumulation mark under a PSUM view."""
+        state = self.storage.matmul
+        if state is None:
+            return 0, 0
+        if isinstance(state, int):
+            return state, state
+        marks = self._matmul_view(state)
+        return int(marks.min()), int(marks.max())
+
+    def mark_matmul(self, mark: int) -> None:
+        """Set the accumulation mark of everything under a PSUM view."""
         storage = self.storage
-        if storage.matmul is None:
-            storage.matmul = np.zeros(storage.nbytes, np.uint8)
+        state = storage.matmul
+        if isinstance(state, int) and state == mark:
+            return
+        if self.size * self.dtype.itemsize == storage.nbytes:
+            storage.matmul = mark
+            return
+        if not isinstance(state, np.ndarray):
+            state = storage.matmul = np.full(storage.nbytes, state or 0, np.uint8)
+        self._matmul_view(state)[...] = mark
+
+    def _matmul_view(self, marks: Array) -> Array:
         size = self.dtype.itemsize
-        marks: Array = np.ndarray(
-            self.shape, np.uint8, storage.matmul, self.offset * size, [s * size for s in self.strides]
+        view: Array = np.ndarray(
+            (*self.shape, size), np.uint8, marks, self.offset * size, [*(s * size for s in self.strides), 1]
         )
-        return marks
+        return view
 
     def tile(self, check: bool = True) -> Tile:
         """Partitions, elements per partition, and start partition; checked once per view.

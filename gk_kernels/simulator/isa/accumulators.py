@@ -77,7 +77,7 @@ def run(
 ) -> None:
     """Reduce `values` over the free axes into the registers, and read them out if `result` is given."""
     if command is not _cmd.idle:
-        registers = start(core, engine, tile, op, command, initial)
+        registers = None if command is _cmd.reset_reduce else start(core, engine, tile, op, command, initial)
         if command is not _cmd.reset:
             assert op.alu is not None
             flat = values.reshape(tile.partitions, -1)
@@ -87,7 +87,8 @@ def run(
                     total = op.alu(total, flat[:, i])
             else:
                 total = op.reduce.reduce(flat, axis=1).astype(np.float32, copy=False)
-            registers = op.alu(registers, total).astype(np.float32, copy=False)
+            registers = total if registers is None else op.alu(registers, total).astype(np.float32, copy=False)
+        assert registers is not None
         store(core, engine, tile, registers)
     if result is not None:
         kept = core.registers.get(engine)

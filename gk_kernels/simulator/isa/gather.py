@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,15 @@ from gk_kernels.simulator.isa.check import (
 from gk_kernels.simulator.isa.constants import NkiInstruction
 from gk_kernels.simulator.ops import as_op
 from gk_kernels.simulator.tensor import NkiTensor
+
+
+@lru_cache(maxsize=256)
+def _shuffle_plan(mask: tuple[int, ...], count: int, sources: int) -> tuple[list[int], list[int], int | None]:
+    """Target and source partitions, and the first target whose source does not exist."""
+    targets = [p for p in range(count) if mask[p % 32] != 255]
+    origins = [p // 32 * 32 + mask[p % 32] for p in targets]
+    missing = [t for t, o in zip(targets, origins, strict=True) if o >= sources]
+    return targets, origins, missing[0] if missing else None
 
 
 def nc_stream_shuffle(dst: NkiTensor, src: NkiTensor, shuffle_mask: Any, name: str | None = None) -> NkiInstruction:
@@ -53,21 +63,14 @@ def nc_stream_shuffle(dst: NkiTensor, src: NkiTensor, shuffle_mask: Any, name: s
     core.retire(rule, "vector", cycles(tile.free), tile.free, dst, src)
     if core.trace:
         return DONE
-    targets, sources = [], []
-    for partition in range(out.partitions):
-        entry = mask[partition % 32]
-        if entry == 255:
-            continue
-        source = partition // 32 * 32 + entry
-        if source >= tile.partitions:
-            refuse(
-                f"{rule}: shuffle_mask[{partition % 32}]",
-                f"source partition {source}",
-                f"below the {tile.partitions} partitions of src",
-                BoundsError,
-            )
-        targets.append(partition)
-        sources.append(source)
+    targets, sources, missing = _shuffle_plan(tuple(mask), out.partitions, tile.partitions)
+    if missing is not None:
+        refuse(
+            f"{rule}: shuffle_mask[{missing % 32}]",
+            f"source partition {missing // 32 * 32 + mask[missing % 32]}",
+            f"below the {tile.partitions} partitions of src",
+            BoundsError,
+        )
     if not targets:
         return DONE
     if src.storage.unwritten is not None:

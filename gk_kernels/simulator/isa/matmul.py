@@ -47,9 +47,7 @@ def accumulate_into(rule: str, core: Core, dst: NkiTensor, result: Array | None,
     if core.trace:
         return
     assert result is not None
-    storage = dst.storage
-    marks = None if storage.matmul is None else dst.matmul_marks()
-    low, high = (0, 0) if marks is None else (int(marks.min()), int(marks.max()))
+    low, high = dst.matmul_state()
     if accumulate is None:
         if low != high:
             refuse(
@@ -80,9 +78,9 @@ def accumulate_into(rule: str, core: Core, dst: NkiTensor, result: Array | None,
     if adding:
         result = dst.dtype.to_f32(out) + result
     out[...] = dst.dtype.from_f32(result)
-    if storage.unwritten is not None:
+    if dst.storage.unwritten is not None:
         dst.wrote()
-    dst.matmul_marks()[...] = 1
+    dst.mark_matmul(1)
 
 
 def check_psum_dst(rule: str, core: Core, dst: NkiTensor, m: int, n: int) -> None:

@@ -230,18 +230,19 @@ def max8(dst: NkiTensor, src: NkiTensor, name: str | None = None) -> NkiInstruct
     return DONE
 
 
-def _matches(data: Array, vals: Array, order: range) -> Array:
-    """Index in `data` of each of the 8 values, taking successive occurrences for repeats; -1 when absent."""
-    found = np.full(vals.shape, -1, np.int64)
-    taken = np.zeros(data.shape, bool)
-    rows = np.arange(data.shape[0])
-    for i in order:
-        hit = (data == vals[:, i : i + 1]) & ~taken
-        first = hit.argmax(axis=1)
-        ok = hit[rows, first]
-        found[ok, i] = first[ok]
-        taken[rows[ok], first[ok]] = True
-    return found
+_BEFORE = np.tril(np.ones((8, 8), bool), -1)
+_AFTER = _BEFORE.T
+
+
+def _matches(data: Array, vals: Array, *, from_last: bool = False) -> Array:
+    """Index in `data` of each of the 8 values, -1 when absent; repeats take successive occurrences, the first
+    occurrence going to the first of them (or to the last)."""
+    same = vals[:, :, None] == vals[:, None, :]
+    turn = (same & (_AFTER if from_last else _BEFORE)).sum(axis=2)
+    hit = data[:, None, :] == vals[:, :, None]
+    if turn.any():
+        hit &= np.cumsum(hit, axis=2, dtype=np.int16) == (turn + 1)[:, :, None]
+    return np.where(hit.any(axis=2), hit.argmax(axis=2), -1)
 
 
 def nc_find_index8(dst: NkiTensor, data: NkiTensor, vals: NkiTensor, name: str | None = None) -> NkiInstruction:
@@ -255,7 +256,7 @@ def nc_find_index8(dst: NkiTensor, data: NkiTensor, vals: NkiTensor, name: str |
     dtype_in(rule, "dst", dst, _INDEX)
     core.retire(rule, "vector", cycles(tile.free), tile.free, dst, data, vals)
     if not core.trace:
-        found = _matches(read_f32(data).reshape(tile.partitions, -1), read_f32(vals).reshape(-1, 8), range(8))
+        found = _matches(read_f32(data).reshape(tile.partitions, -1), read_f32(vals).reshape(-1, 8))
         put_raw(dst, found.astype(np.int64).astype(dst.dtype.np))
     return DONE
 
@@ -281,7 +282,7 @@ def nc_match_replace8(
     if core.trace:
         return DONE
     values = read_f32(data).reshape(tile.partitions, -1).copy()
-    found = _matches(values, read_f32(vals).reshape(-1, 8), range(7, -1, -1))
+    found = _matches(values, read_f32(vals).reshape(-1, 8), from_last=True)
     rows, columns = np.nonzero(found >= 0)
     values[rows, found[rows, columns]] = np.float32(imm)
     put(dst, values)
