@@ -257,11 +257,12 @@ class World:
         refused_tokens: frozenset[int] = frozenset(),
         base_address: int = 0x90_0000,
         build_control: ControlBuilder = build_attention_control,
+        pool: FakeBlockPool | None = None,
     ) -> Consumer:
         """A consumer that knows nobody yet."""
         layout = layout or make_fake_layout(num_blocks=50)
         cache = FakeKVCache(layout, base_address=base_address)
-        pool = FakeBlockPool(
+        pool = pool or FakeBlockPool(
             num_blocks=layout.num_blocks,
             block_size=layout.block_size,
             sliding_window=self.geometry.sliding_window,

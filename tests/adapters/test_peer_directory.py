@@ -297,7 +297,7 @@ class TestServer:
         """Two places, three askers."""
         net = Net()
         (server,) = net.listen(max_peers=2)
-        transports = {}
+        transports: dict[str, tuple[PeerHello, FakeTransport]] = {}
         for name in ("D1", "D2", "D1", "D3"):
             hello, transport = net.rank(Role.DECODE, name, name=name) if name not in transports else transports[name]
             transports[name] = (hello, transport)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from gk_adapters.fakes import FaultRates, NoticeFate, ReadFate
+from gk_adapters.fakes import FakeBlockPool, FaultRates, NoticeFate, ReadFate
+from gk_adapters.peer_directory import NoticeMailbox
 from gk_core.decode_request import (
     DecodeRequest,
     DecodeSettings,
@@ -18,11 +19,12 @@ from gk_core.decode_request import (
     blocks_at_most,
 )
 from gk_core.decode_step import ControlShape
-from gk_core.errors import LayoutError, RequestError
+from gk_core.errors import CapacityError, LayoutError, RequestError
 from gk_core.hand_off import HandOff
 from gk_core.lease import EndedLease, LeaseEnd
 from gk_core.metrics import (
     DECODE_STEPS,
+    NOTICES_IGNORED,
     PULL_BYTES,
     PULL_READS,
     PULL_RETRIES,
@@ -34,7 +36,8 @@ from gk_core.metrics import (
     REQUESTS_REFUSED,
     TRANSFERRED_TOKENS,
 )
-from gk_core.ports import ReadState
+from gk_core.notices import Claim, ClaimReply, ClaimVerdict, Reader
+from gk_core.ports import GroupTables, PeerKey, ReadState
 from tests.builders import Consumer, Producer, World, make_fake_layout, make_pull_settings, make_request, make_tokens
 
 REPLAY = DecodeSettings(on_failed_pull=FailedPull.REPLAY, pull=make_pull_settings())
@@ -409,6 +412,78 @@ class TestIsolation:
         world.fabric.script_reads(ReadFate(end=ReadState.FAILED))
         world.run([producer], [consumer])
         assert consumer.emitted("r") == world.expected(prompt, 5, consumer.cache.layout)
+
+
+class TestSharedPool:
+    """Somebody else draws on the same pool."""
+
+    def test_a_row_that_finds_no_block_ends_alone(self) -> None:
+        """Blocks are gone when 'a' reaches its third block; 'b' does not need one and goes on."""
+        world, producer, consumer = make_pair()
+        a, b = make_tokens(32), make_tokens(2)
+        for request_id, prompt in (("a", a), ("b", b)):
+            consumer.engine.submit(
+                make_request(offer(producer, prompt, request_id), prompt, request_id=request_id, max_new_tokens=4)
+            )
+        world.run([producer], [consumer], until=lambda: len(consumer.emitted("b")) == 1)
+        taken = consumer.pool.num_free_blocks() * 16
+        consumer.pool.grow(request_id="outside", num_computed_tokens=0, num_new_tokens=taken // 2)
+        world.run([producer], [consumer])
+        (failed,) = consumer.finished("a")
+        assert failed.reason is FinishReason.FAILED
+        assert "sliding and" in failed.error
+        assert consumer.emitted("b") == world.expected(b, 4, consumer.cache.layout)
+        consumer.pool.free(request_id="outside")
+        assert all_free(consumer)
+
+    def test_a_pool_that_changes_its_mind_makes_a_request_wait(self) -> None:
+        """`grow` refuses although there seemed to be room: nothing is lost, it is tried again."""
+
+        class Fickle(FakeBlockPool):
+            refusals = 2
+
+            def grow(self, *, request_id: str, num_computed_tokens: int, num_new_tokens: int) -> GroupTables:
+                if self.refusals:
+                    self.refusals -= 1
+                    raise CapacityError("not now")
+                return super().grow(
+                    request_id=request_id, num_computed_tokens=num_computed_tokens, num_new_tokens=num_new_tokens
+                )
+
+        world = World()
+        consumer = world.consumer(pool=Fickle(num_blocks=50, block_size=16, sliding_window=16))
+        prompt = make_tokens(20)
+        consumer.engine.submit(make_request(None, prompt))
+        world.run([], [consumer])
+        assert consumer.emitted("r") == world.expected(prompt, 5, consumer.cache.layout)
+
+
+class TestStrayNotices:
+    """What is not for a pull of ours changes nothing."""
+
+    def test_notices_for_nobody_and_of_the_wrong_kind_are_counted(self) -> None:
+        """A claim, a reply to an unknown pull, and a reply about another lease to a waiting request."""
+        world, producer, consumer = make_pair(
+            num_rows=1, settings=DecodeSettings(pull=make_pull_settings(), max_ahead=0)
+        )
+        first, second = make_tokens(20, seed=1), make_tokens(20, seed=2)
+        consumer.engine.submit(make_request(offer(producer, first, "a"), first, request_id="a", max_new_tokens=9))
+        consumer.engine.submit(make_request(offer(producer, second, "b"), second, request_id="b"))
+        consumer.poll()
+        key = PeerKey(engine_id="D1", rank=0)
+        reply = ClaimReply(
+            engine_id="P1", request_id="a", generation=1, pull_id="77", sequence=0, rank=0,
+            verdict=ClaimVerdict.LEASE_OVER,
+        )  # fmt: skip
+        claim = Claim(engine_id="P1", request_id="a", generation=1, reader=Reader(key=key, pull_id="1"), sequence=1)
+        mailbox = NoticeMailbox(port=producer.transport)
+        for notice in (claim, reply, evolve(reply, pull_id="2")):
+            mailbox.send(peer=key, notice=notice)
+        consumer.poll()
+        assert consumer.metrics.counts[NOTICES_IGNORED] == 3
+        world.run([producer], [consumer])
+        for request_id, prompt, count in (("a", first, 9), ("b", second, 5)):
+            assert consumer.emitted(request_id) == world.expected(prompt, count, consumer.cache.layout)
 
 
 class TestReplay:
