@@ -133,6 +133,7 @@ class _Transfer:
     engine_id: str
     started_at: float
     owner: _Live | None
+    let_go: bool = False
 
 
 class DecodeEngine(Generic[T]):
@@ -398,6 +399,23 @@ class DecodeEngine(Generic[T]):
                 self._transfers.remove(transfer)
                 if transfer.owner is None:
                     self._pool.free(request_id=transfer.pool_key)
+        self._drop_dead_peers(now)
+
+    def _drop_dead_peers(self, now: float) -> None:
+        """Let go of a peer from which a read is still under way long after its pull has ended, and nothing else is.
+
+        The transport then ends the read, and its blocks come back. A living peer is found again by the next request.
+        """
+        grace = 2 * self._settings.pull.deadline_seconds
+        at_work = {t.engine_id for t in self._transfers if t.run.outcome is None}
+        for transfer in self._transfers:
+            if transfer.let_go or transfer.engine_id in at_work or now < transfer.started_at + grace:
+                continue
+            transfer.let_go = True
+            for rank in sorted({read.remote_rank for read in transfer.plan.reads}):
+                self._transport.disconnect(peer=PeerKey(engine_id=transfer.engine_id, rank=rank))
+            self._peers.forget(engine_id=transfer.engine_id)
+            self._metrics.count(name=PEERS_LOST)
 
     def _pull_ended(self, transfer: _Transfer, outcome: PullOutcome, now: float) -> None:
         live, transfer.owner = transfer.owner, None

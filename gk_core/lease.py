@@ -176,7 +176,7 @@ class LeaseBook:
         valid = 0.0
         if verdict is ClaimVerdict.HELD:
             lease = self._live[claim.request_id]
-            until = max(lease.expires_at, min(now + lease.ttl_seconds, lease.granted_at + self._max_lifetime))
+            until = min(now + lease.ttl_seconds, lease.granted_at + self._max_lifetime)
             self._live[claim.request_id] = evolve(lease, reader=lease.reader or claim.reader, expires_at=until)
             valid = until - now
         else:

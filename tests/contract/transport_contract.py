@@ -284,6 +284,12 @@ class TransportContract:
         handle = consumer.transport.read(peer=producer.key, read=read_of(run(1, 1)))
         assert self.finish(handle, producer) is ReadState.DONE
 
+    def test_a_read_that_is_under_way_when_its_peer_is_disconnected_ends(self, producer: Side, consumer: Side) -> None:
+        """Done or failed, but not pending for ever; blocks wait for this."""
+        handles = [consumer.transport.read(peer=producer.key, read=read_of(run(b, b))) for b in range(7)]
+        consumer.transport.disconnect(peer=producer.key)
+        assert {self.finish(handle, producer) for handle in handles} <= {ReadState.DONE, ReadState.FAILED}
+
     def test_closing_twice_is_harmless_and_a_closed_transport_refuses(self, producer: Side, consumer: Side) -> None:
         """With a typed error."""
         for _ in range(2):

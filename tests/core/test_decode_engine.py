@@ -588,6 +588,43 @@ class TestProducerTrouble:
         assert [e.end for e in producer.engine.poll()] == [LeaseEnd.EXPIRED]
         assert all_free(producer, consumer)
 
+    def test_a_read_that_never_ends_gives_its_blocks_back_after_a_grace(self) -> None:
+        """Aborted at once; at 39 s still held, at 40 s the peer is let go; afterwards it is found again."""
+        world, producer, consumer = make_pair()
+        world.fabric.script_reads(STALL)
+        prompt = make_tokens(20)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt))
+        consumer.poll()
+        consumer.engine.cancel(request_id="r")
+        world.clock.advance(39.0)
+        consumer.poll()
+        assert not all_free(consumer)
+        world.clock.advance(1.0)
+        consumer.poll()
+        consumer.poll()
+        assert all_free(consumer)
+        assert not consumer.engine.has_work
+        producer.engine.poll()
+        consumer.engine.submit(make_request(offer(producer, prompt, "again"), prompt, request_id="s"))
+        world.run([producer], [consumer])
+        assert consumer.emitted("s") == world.expected(prompt, 5, consumer.cache.layout)
+
+    def test_a_read_that_never_ends_takes_no_other_read_with_it(self) -> None:
+        """While another pull from the same peer is under way, the peer is kept."""
+        world, producer, consumer = make_pair()
+        world.fabric.script_reads(STALL, ReadFate(polls=3))
+        a, b = make_tokens(20), make_tokens(40)
+        consumer.engine.submit(make_request(offer(producer, a, "a"), a, request_id="a"))
+        consumer.poll()
+        consumer.engine.cancel(request_id="a")
+        world.clock.advance(45.0)
+        producer.engine.poll()
+        consumer.engine.submit(make_request(offer(producer, b, "b"), b, request_id="b"))
+        world.run([producer], [consumer], until=lambda: bool(consumer.finished("b")))
+        assert consumer.emitted("b") == world.expected(b, 5, consumer.cache.layout)
+        world.run([producer], [consumer])
+        assert all_free(consumer)
+
     def test_a_hand_off_of_a_producer_that_was_started_anew_is_refused_by_both_ids(self) -> None:
         """It answers as P2; the offer is P1's."""
         world, producer, consumer = make_pair()
