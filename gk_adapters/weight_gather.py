@@ -15,7 +15,7 @@ moves bytes only:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -27,7 +27,16 @@ from gk_core.errors import CheckpointError
 from gk_core.weight_layouts import PADDING
 from gk_core.weight_parts import SourceAxis, SourceView, StackedWeightSpec, WeightPart
 
-__all__ = ["CHUNK_BYTES", "PartPlan", "ReadSlice", "as_integers", "fill_part", "numpy_dtype", "plan_part"]
+__all__ = [
+    "CHUNK_BYTES",
+    "PartPlan",
+    "ReadSlice",
+    "as_integers",
+    "fill_part",
+    "numpy_dtype",
+    "plan_part",
+    "source_slices",
+]
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -188,9 +197,8 @@ def fill_part(plan: PartPlan, read: ReadSlice, layer: int | None, stack: Array) 
     if any(axis.low == axis.high for axis in plan.axes):
         return  # all padding, as in a vocabulary shard past the vocabulary
     first = plan.axes[0]
-    for start in range(first.low, first.high, plan.chunk):
-        stop = min(start + plan.chunk, first.high)
-        values = as_integers(_converted(plan, name, _read(plan, name, read, start, stop)))
+    for start, stop, values in source_slices(plan, layer, read):
+        values = as_integers(_converted(plan, name, values))
         place, axes = box, plan.axes
         if stop - start < first.high - first.low:
             place = box[tuple(_chunk_slice(plan, a, start, stop) for a in range(box.ndim))]
@@ -201,6 +209,15 @@ def fill_part(plan: PartPlan, read: ReadSlice, layer: int | None, stack: Array) 
             _straight(axes, values, turned)
         else:
             _transposed(axes, plan.tiles, values, turned)
+
+
+def source_slices(plan: PartPlan, layer: int | None, read: ReadSlice) -> Iterator[tuple[int, int, Array]]:
+    """What a rank needs of a part's source, in reads of at most a chunk: start and stop on its first axis, view."""
+    name = plan.part.tensor_of_layer(layer)
+    first = plan.axes[0]
+    for start in range(first.low, first.high, plan.chunk):
+        stop = min(start + plan.chunk, first.high)
+        yield start, stop, _read(plan, name, read, start, stop)
 
 
 def _chunk_slice(plan: PartPlan, stack_axis: int, start: int, stop: int) -> slice:

@@ -11,13 +11,23 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from gk_adapters.weight_gather import CHUNK_BYTES, PartPlan, fill_part, numpy_dtype, plan_part
+from gk_adapters.weight_gather import (
+    CHUNK_BYTES,
+    PartPlan,
+    ReadSlice,
+    as_integers,
+    fill_part,
+    numpy_dtype,
+    plan_part,
+    source_slices,
+)
 from gk_core.errors import CheckpointError
 from gk_core.ports import WeightInfo
 from gk_core.weight_parts import StackedWeightSpec
@@ -107,17 +117,55 @@ class StackPlan:
         Raises:
             CheckpointError: a value that must not occur or cannot be held, naming the tensor.
         """
+        self._prefetch(unit)
+        for spec in unit.specs:
+            for plan in self.parts[spec.name]:
+                with self._reader() as read:
+                    fill_part(plan, read, unit.layer, stack_of(spec))
+
+    def copy(self, unit: Unit, share_of: Callable[[StackedWeightSpec], Array]) -> None:
+        """Read what `fill` reads and write as many bytes, in source order: the work without the reordering.
+
+        Args:
+            share_of: flat bytes of one layer of a stack.
+        """
+        self._prefetch(unit)
+        for spec in unit.specs:
+            share, at = share_of(spec), 0
+            for plan in self.parts[spec.name]:
+                with self._reader() as read:
+                    for _, _, view in source_slices(plan, unit.layer, read):
+                        fits = min(view.nbytes, len(share) - at)
+                        target = share[at : at + fits].view(as_integers(view).dtype)
+                        if fits == view.nbytes:
+                            target.reshape(view.shape)[...] = as_integers(view)
+                        else:
+                            target[...] = as_integers(view).reshape(-1)[: len(target)]
+                        at += fits
+            share[at:] = 0
+
+    def _prefetch(self, unit: Unit) -> None:
+        """Have the kernel read the unit's slices in file order, rather than in the order in which tiles touch them."""
+        for spec in unit.specs:
+            for plan in self.parts[spec.name]:
+                first = plan.axes[0]
+                whole = (slice(first.low, min(first.high, first.low + plan.chunk)),)
+                _advise(
+                    self.source.read_slice(name=plan.part.tensor_of_layer(unit.layer), index=whole), "MADV_WILLNEED"
+                )
+
+    @contextmanager
+    def _reader(self) -> Iterator[ReadSlice]:
+        """Reads of the source whose pages are given back at the end."""
         views: list[Array] = []
 
         def read(name: str, index: tuple[slice, ...]) -> Array:
             views.append(self.source.read_slice(name=name, index=index))
             return views[-1]
 
-        for spec in unit.specs:
-            for plan in self.parts[spec.name]:
-                fill_part(plan, read, unit.layer, stack_of(spec))
-                while views:
-                    _forget_pages(views.pop())
+        yield read
+        for view in views:
+            _advise(view, "MADV_DONTNEED")
 
 
 def plan_stacks(
@@ -241,16 +289,19 @@ def drain(stacks: dict[str, Array]) -> Iterator[tuple[str, Array]]:
         yield name, stacks.pop(name)
 
 
-def _forget_pages(view: Array) -> None:
-    """Give back the pages of a memory-mapped view; the next read maps them again, from the page cache."""
+def _advise(view: Array, advice: str) -> None:
+    """Advise the kernel on the pages of a memory-mapped view, where the platform can.
+
+    MADV_DONTNEED gives them back to the page cache: the next read maps them again.
+    """
     base: object = view
     while isinstance(base, np.ndarray):
         base = base.base
     if isinstance(base, memoryview):
         base = base.obj
-    if not isinstance(base, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED") or not view.size:
+    if not isinstance(base, mmap.mmap) or not hasattr(mmap, advice) or not view.size:
         return
     low, high = np.lib.array_utils.byte_bounds(view)
     start = low - np.frombuffer(base, np.uint8).ctypes.data
     aligned = start - start % mmap.PAGESIZE
-    base.madvise(mmap.MADV_DONTNEED, aligned, high - low + start - aligned)
+    base.madvise(getattr(mmap, advice), aligned, high - low + start - aligned)

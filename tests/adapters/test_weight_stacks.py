@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gk_adapters.bench_checkpoint import made_up_values
+from gk_adapters.bench_naive_stacks import naive_stacks
 from gk_adapters.hf_checkpoint import HFCheckpoint
 from gk_adapters.torch_dtypes import array_of
 from gk_adapters.torch_stacks import build_plain_stacks
@@ -123,6 +124,20 @@ def test_plain_stacks_equal_those_of_the_slow_builder(fmt: ExpertFormat, tmp_pat
         assert set(got) - set(wanted) == {"embed_tokens", "lm_head", "final_norm"}
         for name, stack in wanted.items():
             assert got[name].tobytes() == array_of(stack).tobytes(), (rank, name)
+
+
+@pytest.mark.parametrize("layout", WeightLayout)
+@pytest.mark.parametrize("fmt", ExpertFormat)
+def test_stacks_equal_those_stacked_layer_by_layer_with_torch(
+    fmt: ExpertFormat, layout: WeightLayout, tmp_path: Path
+) -> None:
+    """The benchmark's peer, which reads with safetensors and reorders with torch, makes the same bytes."""
+    write_small(tmp_path, fmt)
+    specs = [s for s in all_specs(SMALL, MESH, 0, layout, fmt) if s.num_layers is not None]
+    got = build_stacks(HFCheckpoint(tmp_path), specs)
+    for name, stack in naive_stacks(tmp_path, specs).items():
+        assert got[name].shape == tuple(stack.shape)
+        assert got[name].tobytes() == array_of(stack).tobytes(), name
 
 
 def written_rule(name: str, layer: int, at: tuple[int, ...], rank: int, whole: Mapping[str, Array]) -> float | None:
