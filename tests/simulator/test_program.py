@@ -404,6 +404,15 @@ def test_nki_is_importable_inside_the_block_only(tmp_path: Path, monkeypatch: py
     assert nki.simulate(module.double)(np.ones((1, 2), np.float32)).tolist() == [[2.0, 2.0]]
 
 
+def test_the_fixture_gives_the_modules(nki: Any) -> None:
+    """Four spellings of an import."""
+    module = importlib.import_module("nki.collectives")
+    assert nki.collectives is module
+    assert importlib.import_module("nki.isa").engine.vector is nisa.engine.vector
+    assert importlib.import_module("nki.isa.constants").oob_mode is nisa.oob_mode
+    assert importlib.import_module("neuronxcc.nki.typing").tensor is nl.NkiTensor
+
+
 def test_a_real_nki_is_left_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nki.language is installed, the block yields that package."""
     package = tmp_path / "nki"
