@@ -10,7 +10,6 @@ that failed), they are replayed through decode steps, one position per row and c
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,8 +38,6 @@ from gk_core.kv_spec import LayerKVSpec
 from gk_core.model_geometry import layers_of_buffer
 
 __all__ = ["GkDecodeModel"]
-
-_log = logging.getLogger(__name__)
 
 
 class GkDecodeModel(nn.Module):

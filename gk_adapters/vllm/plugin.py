@@ -14,7 +14,7 @@ __all__ = ["CONNECTOR_NAME", "register"]
 CONNECTOR_NAME = "GkNixlConnector"
 
 _ARCHITECTURE = "GptOssForCausalLM"
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.gk")
 _registered = False
 
 

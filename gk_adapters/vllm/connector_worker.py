@@ -1,0 +1,258 @@
+"""Worker half of gk's connector over group buffers: a K and a V region each, real NIXL, the core's leases and pulls.
+
+Layers 2j and 2j+1 have one buffer and give one pair of regions; a native prefill engine and a giga-kernel decode engine
+register the same. vLLM calls `start_load_kv` and `get_finished` once per step, requests or not, and that is what polls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from collections.abc import Mapping
+
+import torch
+
+from gk_adapters.hf_checkpoint import HFCheckpoint
+from gk_adapters.nixl_transport import NixlTransport
+from gk_adapters.nodes import MonotonicClock
+from gk_adapters.peer_codec import encode_hello
+from gk_adapters.peer_directory import HandshakeServer, NoticeMailbox, PeerDirectory
+from gk_adapters.vllm.connector_settings import ConnectorSettings
+from gk_adapters.vllm.engine_facts import EngineFacts
+from gk_adapters.vllm.handshake_channel import HandshakeChannel
+from gk_adapters.vllm.hma import layer_name
+from gk_adapters.vllm.introductions import IntroducingTransport, take_notices
+from gk_adapters.vllm.lease_desk import LeaseDesk
+from gk_adapters.vllm.pull_desk import PullDesk
+from gk_adapters.vllm.settings import MissingKVPolicy
+from gk_adapters.vllm.stats import CollectedMetrics, GkConnectorStats
+from gk_adapters.vllm.transfer_orders import TransferOrders
+from gk_core.errors import LayoutError, UnsupportedError
+from gk_core.handshake import PeerHello
+from gk_core.kv_layout import KVLayout
+from gk_core.model_geometry import buffer_of_layer
+from gk_core.notices import Claim, Release
+from gk_core.peer_layout import describe_rank
+from gk_core.ports import PeerKey
+from gk_core.region import KVRegion, regions_of_buffers
+
+__all__ = ["GkWorkerHalf", "group_regions", "weights_id_of"]
+
+_log = logging.getLogger("vllm.gk")
+_EAGER_ATTEMPTS = 5
+
+
+class GkWorkerHalf:
+    """One rank.
+
+    Args:
+        facts: of the engine.
+        settings: of the connector.
+        engine_id: of this start of the engine.
+        tp_rank: of this worker.
+        scales: KV scales (k, v) of the attention layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        facts: EngineFacts,
+        settings: ConnectorSettings,
+        engine_id: str,
+        tp_rank: int,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        self._facts, self._settings, self._scales = facts, settings, scales
+        self._key = PeerKey(engine_id=engine_id, rank=tp_rank)
+        self._metrics = CollectedMetrics()
+        self._missing: set[int] = set()
+        self._desks: _Desks | None = None
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> bytes:
+        """Register the group buffers and say what a peer needs to know of them.
+
+        Raises:
+            LayoutError, UnsupportedError: caches that are not group buffers of this engine's layers.
+            TransferError: NIXL refused.
+        """
+        layout, regions = group_regions(self._facts, kv_caches)
+        self._desks = _Desks(self._facts, self._settings, self._key, self._scales, layout, regions, self._metrics)
+        _log.info(
+            "gk: registered %d regions of %d blocks, %d bytes each: K and V of %d group buffers",
+            len(regions), layout.num_blocks, layout.block_bytes, layout.num_buffers,
+        )  # fmt: skip
+        return self._desks.hello
+
+    def start(self, orders: TransferOrders) -> None:
+        """Take a step's orders."""
+        desks = self._open()
+        for lease in orders.leases:
+            desks.leases.grant(lease)
+        for offered in orders.waiting:
+            desks.pulls.wait(offered)
+        for pull in orders.pulls:
+            desks.pulls.start(pull)
+        for offered in orders.declined:
+            desks.pulls.decline(offered)
+        for request_id in orders.aborted:
+            desks.pulls.abort(request_id)
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        """Poll; requests whose blocks nobody reads any more, and requests whose pull is over, good or not."""
+        desks = self._open()
+        for notice in take_notices(port=desks.link, handshakes=desks.handshakes, metrics=self._metrics):
+            if isinstance(notice, Claim | Release):
+                desks.leases.answer(notice)
+            else:
+                desks.pulls.notice(notice)
+        received = set()
+        for result in desks.pulls.poll():
+            received.add(result.request_id)
+            if result.reason:
+                self._missing |= result.missing_ids
+                _log.warning("gk: the KV of request %s was not pulled: %s", result.request_id, result.reason)
+        return desks.leases.take_ended(), received
+
+    def take_missing_ids(self) -> set[int]:
+        """Blocks that pulls since the last call left without contents."""
+        missing, self._missing = self._missing, set()
+        return missing
+
+    def take_stats(self) -> GkConnectorStats | None:
+        """Counts since the last call."""
+        return self._metrics.take()
+
+    @property
+    def num_leases(self) -> int:
+        """Requests whose blocks wait for a reader."""
+        return self._open().leases.num_leases
+
+    def shutdown(self) -> None:
+        """Let go of everything; harmless twice."""
+        if self._desks is not None:
+            self._desks.close()
+            self._desks = None
+
+    def _open(self) -> _Desks:
+        if self._desks is None:
+            raise LayoutError("register_kv_caches must come first")
+        return self._desks
+
+
+class _Desks:
+    """Everything that needs a registered cache."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        settings: ConnectorSettings,
+        key: PeerKey,
+        scales: tuple[float, float],
+        layout: KVLayout,
+        regions: tuple[KVRegion, ...],
+        metrics: CollectedMetrics,
+    ) -> None:
+        clock = MonotonicClock()
+        role = facts.role
+        assert role is not None, "the facade refuses an engine that is both"
+        described = describe_rank(
+            facts.geometry,
+            layout,
+            engine_id=key.engine_id,
+            role=role,
+            tp_size=facts.tp_size,
+            tp_rank=key.rank,
+            dcp_size=facts.dcp_size,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            weights_id=settings.weights_id or weights_id_of(HFCheckpoint(facts.directory)),
+        )
+        # A new name per start: peers may still know the last one's.
+        self.link = NixlTransport(
+            agent_name=f"{key.engine_id}/{key.rank}/{uuid.uuid4().hex[:8]}",
+            backend=settings.backend,
+            progress_thread=settings.progress_thread,
+        )
+        metadata = self.link.register(regions=regions)
+        hello = PeerHello(layout=described, agent_metadata=metadata, regions=regions)
+        self.hello = encode_hello(hello)
+        mailbox = NoticeMailbox(port=self.link, metrics=metrics)
+        self.handshakes = HandshakeServer(hellos={key.rank: hello}, transports={key.rank: self.link})
+        self.leases = LeaseDesk(
+            key=key, mailbox=mailbox, clock=clock, metrics=metrics, max_lifetime_seconds=settings.max_lease_seconds
+        )
+        introducing = IntroducingTransport(transport=self.link, notices=self.link)
+        introducing.hello = self.hello
+        self.peers = PeerDirectory(
+            hello=hello,
+            channel=HandshakeChannel(allowed=settings.allowed_producers),
+            transport=introducing,
+            clock=clock,
+            # All ranks of a vLLM engine are asked at one address.
+            where=lambda endpoint, rank: endpoint,
+        )
+        eager = facts.settings.missing_kv is MissingKVPolicy.PULL_AGAIN
+        self.pulls = PullDesk(
+            layout=described,
+            transport=self.link,
+            mailbox=mailbox,
+            peers=self.peers,
+            clock=clock,
+            metrics=metrics,
+            settings=settings.pull_settings(max_attempts=_EAGER_ATTEMPTS if eager else 2),
+            keep_asking=eager,
+        )
+
+    def close(self) -> None:
+        self.peers.close()
+        self.link.close()
+
+
+def group_regions(facts: EngineFacts, kv_caches: Mapping[str, torch.Tensor]) -> tuple[KVLayout, tuple[KVRegion, ...]]:
+    """Layout and regions of bound caches {layer name: [2, num_blocks, kv, block, d]}.
+
+    Raises:
+        LayoutError: a layer is missing, a shape is not a group buffer's, or paired layers do not share one.
+        UnsupportedError: memory that is not the host's.
+    """
+    geometry, spec = facts.geometry, facts.specs[0]
+    names = [layer_name(i) for i in range(geometry.num_layers)]
+    missing = [n for n in names if n not in kv_caches]
+    if missing:
+        raise LayoutError(f"no KV cache for {missing}")
+    tensors = [kv_caches[n] for n in names]
+    shape = tuple(tensors[0].shape)
+    wanted = (2, shape[1] if len(shape) > 1 else 0, spec.num_kv_heads, spec.block_size, spec.head_size)
+    for name, tensor in zip(names, tensors, strict=True):
+        if tuple(tensor.shape) != wanted or tensor.element_size() != spec.dtype.itemsize or not tensor.is_contiguous():
+            raise LayoutError(
+                f"the cache of {name} must be a contiguous group buffer {list(wanted)} of {spec.dtype.itemsize}-byte "
+                f"elements, got {list(tensor.shape)} of {tensor.element_size()}"
+            )
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(f"gk's connector registers host memory here, got a cache on {tensor.device}")
+    layout = KVLayout(
+        num_layers=geometry.num_layers,
+        num_blocks=wanted[1],
+        num_kv_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        k_byte_order=facts.k_byte_order,
+    )
+    bases = [tensors[i].data_ptr() for i in range(geometry.num_layers)]
+    for i in range(geometry.num_layers):
+        if bases[i] != bases[2 * buffer_of_layer(i)]:
+            raise LayoutError(f"layer {i} does not share group buffer {buffer_of_layer(i)} with its pair")
+    return layout, regions_of_buffers(layout, bases)
+
+
+def weights_id_of(checkpoint: HFCheckpoint) -> str:
+    """A name for a checkpoint's weights: a hash over norms, biases and sinks, which are the same in every format."""
+    digest = hashlib.sha256()
+    for name, info in sorted(checkpoint.tensors().items()):
+        if len(info.shape) == 1:
+            digest.update(name.encode())
+            digest.update(checkpoint.read(name=name).tobytes())
+    return digest.hexdigest()[:32]
