@@ -139,10 +139,11 @@ class TestOffer:
         assert producer.metrics.counts[PREFILL_TOKENS] == 100
 
     def test_blocks_behind_the_window_go_back_before_the_lease_begins(self) -> None:
-        """100 tokens, window 16: 7 full blocks and the 2 sliding ones that the next query reads stay."""
+        """96 tokens, window 16: 6 full blocks and the sliding one that the next query reads stay; the last chunk, of 48
+        tokens, had 4 sliding ones."""
         producer = World().producer()
-        producer.engine.submit(request_id="r", token_ids=make_tokens(101))
-        assert producer.total - producer.pool.num_free_blocks() == 7 + 2
+        producer.engine.submit(request_id="r", token_ids=make_tokens(97))
+        assert producer.total - producer.pool.num_free_blocks() == 6 + 1
 
     def test_checksums_come_along_when_the_engine_can_read_its_blocks(self) -> None:
         """One per block, half and head: 2 regions, 1 head."""
