@@ -383,6 +383,19 @@ def double_row_with_column_tiles() -> None:
     nisa.nc_matmul(psum(16, 16), a, a, tile_position=(0, 0), tile_size=(64, 64), perf_mode=mode)  # breaks
 
 
+@breaks("nc_matmul: is_transpose with double_row", "True", "False")
+def a_transpose_with_double_row() -> None:
+    a, mode = filled(64, 2, 16, dtype=nl.float8_e4m3), nisa.matmul_perf_mode.double_row
+    nisa.nc_matmul(psum(16, 16), a, a, is_transpose=True, perf_mode=mode)  # breaks
+
+
+@breaks("dma_copy: dge_mode of a dynamic address", "none", "unknown, swdge or hwdge")
+def a_static_descriptor_for_a_dynamic_row() -> None:
+    table, _ = table_and_index()
+    row = table.select(0, filled(1, 1, dtype=nl.int32))
+    nisa.dma_copy(empty(1, 2), row, dge_mode=nisa.dge_mode.none)  # breaks
+
+
 @breaks("nc_transpose: dst shape of a transpose", "(64, 16)", "(16, 64)")
 def a_transpose_into_its_own_shape() -> None:
     nisa.nc_transpose(psum(64, 16), filled(64, 16))  # breaks

@@ -23,7 +23,7 @@ from gk_kernels.simulator.tensor import NkiTensor, Shape
 LIMIT = 1 << 32
 _Dge, _Oob = dge_mode, oob_mode
 _error, _skip = oob_mode.error, oob_mode.skip
-_unknown, _swdge, _hwdge = dge_mode.unknown, dge_mode.swdge, dge_mode.hwdge
+_unknown, _swdge, _hwdge, _static = dge_mode.unknown, dge_mode.swdge, dge_mode.hwdge, dge_mode.none
 _ROUTE = {"sbuf": "sbuf", "private_hbm": "hbm", "shared_hbm": "hbm"}
 
 
@@ -281,6 +281,8 @@ def dma_copy(
         if dge_mode is _hwdge:
             refuse(f"{rule}: cast with hwdge", f"{src.dtype} to {dst.dtype}", "equal dtypes")
     to, of = dst.indirect_index, src.indirect_index
+    if dge_mode is _static and (to is not None or of is not None):
+        refuse(f"{rule}: dge_mode of a dynamic address", "none", "unknown, swdge or hwdge")
     if to is not None and to.kind == "vector":
         _check_vector(rule, dst, src, dge_mode)
     if of is not None and of.kind == "vector":

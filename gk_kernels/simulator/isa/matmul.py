@@ -169,6 +169,8 @@ def nc_matmul(
     m, n = left.free, right.free
     double = perf_mode is not _none
     if double:
+        if is_transpose:
+            refuse(f"{rule}: is_transpose with double_row", True, False)
         _check_double_row(rule, stationary, moving, tile_size)
         m, n = m // 2, n // 2
     if m > 128:
