@@ -64,6 +64,16 @@ def _to_int(np_dtype: np.dtype[Any]) -> Callable[[Array], Array]:
     return cast
 
 
+def _to_float(values: Array) -> Array:
+    return values.astype(np.float32)
+
+
+def _byte_table(np_dtype: np.dtype[Any]) -> Callable[[Array], Array]:
+    """A look-up of all 256 values: several times faster than a cast."""
+    table = np.arange(256, dtype=np.uint8).view(np_dtype).astype(np.float32)
+    return lambda values: table.take(values.view(np.uint8))
+
+
 def _packed(_: Array) -> Array:
     refuse("arithmetic on packed x4 elements", "an x4 dtype", "quantize_mx, nc_matmul_mx or a bit view", UsageError)
 
@@ -80,7 +90,7 @@ def _make(name: str, np_dtype: npt.DTypeLike, kind: str) -> DType:
     elif name == "tfloat32":
         made.to_f32, made.from_f32 = _identity, _round_tf32
     else:
-        made.to_f32 = lambda values: values.astype(np.float32)
+        made.to_f32 = _byte_table(made.np) if made.itemsize == 1 and kind == "f" else _to_float
         if kind in "iu":
             made.from_f32 = _to_int(made.np)
         elif kind == "b":

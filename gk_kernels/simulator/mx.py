@@ -8,10 +8,12 @@ Source: NKI 0.6, nisa.quantize_mx and nisa.nc_matmul_mx.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import ml_dtypes
 import numpy as np
 
-from gk_kernels.simulator.dtypes import Array
+from gk_kernels.simulator.dtypes import ALL, Array
 
 # The eight magnitudes of e2m1, sign in bit 3.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -35,9 +37,16 @@ def pack_fp4_x4(nibbles: Array) -> Array:
 
 def unpack_fp4_x4(packed: Array) -> Array:
     """fp32 values [..., n, 4] of uint16 x4 elements."""
-    shifts = np.arange(0, 16, 4, dtype=np.uint16)
-    values: Array = E2M1_VALUES[(packed[..., None] >> shifts) & 0xF]
+    values: Array = _fp4_table().take(packed, axis=0)
     return values
+
+
+@lru_cache(maxsize=1)
+def _fp4_table() -> Array:
+    """The four values of every uint16, [65536, 4]."""
+    shifts = np.arange(0, 16, 4, dtype=np.uint16)
+    table: Array = E2M1_VALUES[(np.arange(1 << 16, dtype=np.uint16)[:, None] >> shifts) & 0xF]
+    return table
 
 
 def pack_fp8_x4(values: Array) -> Array:
@@ -50,8 +59,8 @@ def unpack_x4(packed: Array, dtype: str) -> Array:
     """fp32 values [..., n, 4] of x4 elements of any kind."""
     if dtype == "float4_e2m1fn_x4":
         return unpack_fp4_x4(packed)
-    lanes: Array = np.ascontiguousarray(packed)[..., None].view(np.uint8).view(_FP8[dtype])
-    return lanes.astype(np.float32)
+    lanes: Array = np.ascontiguousarray(packed)[..., None].view(np.uint8)
+    return ALL[dtype.removesuffix("_x4")].to_f32(lanes)
 
 
 def e8m0_to_f32(scale: Array) -> Array:
