@@ -259,6 +259,19 @@ class TestRoom:
             assert consumer.emitted(request_id) == world.expected(prompt, 10, consumer.cache.layout)
         assert all_free(producer, consumer)
 
+    def test_a_request_waits_while_those_before_it_may_still_grow_into_the_room(self) -> None:
+        """13 blocks; each request begins with 2 and may grow to 7: never two at once, though four would fit at first."""
+        world, producer, consumer = make_pair(layout=make_fake_layout(num_blocks=14))
+        prompts = {f"r{i}": make_tokens(16, seed=i) for i in range(4)}
+        for request_id, prompt in prompts.items():
+            consumer.engine.submit(
+                make_request(offer(producer, prompt, request_id), prompt, request_id=request_id, max_new_tokens=40)
+            )
+        world.run([producer], [consumer], seconds=0.1)
+        for request_id, prompt in prompts.items():
+            assert consumer.emitted(request_id) == world.expected(prompt, 40, consumer.cache.layout)
+        assert all_free(producer, consumer)
+
     def test_a_small_request_does_not_overtake_a_large_one_for_ever(self) -> None:
         """The large one is next in line and gets its room when the first has finished."""
         world, producer, consumer = make_pair(layout=make_fake_layout(num_blocks=14))
