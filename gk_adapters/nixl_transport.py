@@ -10,6 +10,9 @@ costs one core.
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import threading
 from importlib import import_module
 from typing import Any
@@ -396,13 +399,20 @@ def _text(name: str | bytes) -> str:
 
 
 def _nixl_api() -> Any:
+    # NIXL reports every agent and backend at its default level; warnings and errors still come through.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
-        return import_module("nixl._api")
+        api = import_module("nixl._api")
     except ImportError as error:
         raise MissingDependencyError(
             f"NIXL is not usable here ({error}); install it with: pip install 'gk-decode[nixl]', or on a host without "
             "CUDA: pip install --no-deps nixl nixl-cu12"
         ) from error
+    # Standard output belongs to the program that uses us.
+    for handler in logging.getLogger("nixl").handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(sys.stderr)
+    return api
 
 
 def _error_table() -> dict[type[BaseException], type[TransferError]]:

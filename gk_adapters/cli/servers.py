@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +17,18 @@ import click
 
 from gk_adapters.cli.common import KV_DTYPES, kv_dtype_option
 from gk_core.errors import PeerLostError, RequestError
-from gk_core.ports import Endpoint
+from gk_core.metrics import NullMetrics
+from gk_core.ports import Endpoint, Metrics
 
-__all__ = ["decode_server", "parse_endpoint", "prefill_server", "read_key", "spawned_servers"]
+__all__ = [
+    "StartedServer",
+    "decode_server",
+    "parse_endpoint",
+    "prefill_server",
+    "read_key",
+    "spawned_servers",
+    "started_server",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,6 +72,9 @@ def _server_options(command: F) -> F:
         click.option("--backend", default="UCX", show_default=True, help="NIXL plugin, for example LIBFABRIC."),
         click.option("--progress-thread/--no-progress-thread", default=False, help="NIXL polls on its own thread."),
         click.option("--checksums", is_flag=True, help="Carry and check a checksum per block, half and head."),
+        click.option("--metrics-port", type=click.IntRange(0, 65535), default=None,
+                     help="Serve Prometheus metrics here; 0 takes a free port."),
+        click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address of the metrics page."),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -87,14 +99,16 @@ def prefill_server(
         host=host, port=handshake_port, listen=True, key=key, advertised_host=advertise_host,
         backend=options["backend"], progress_thread=options["progress_thread"],
     )  # fmt: skip
-    model, cache, metrics = _model_and_cache(options)
+    model, cache = _model_and_cache(options)
+    metrics = _Page.open(options)
     node = PrefillNode(
-        model=model, cache=cache, wiring=wiring, metrics=metrics, checksums=options["checksums"],
+        model=model, cache=cache, wiring=wiring, metrics=metrics.metrics, checksums=options["checksums"],
         settings=PrefillSettings(max_model_len=cache.max_model_len, lease_seconds=lease_seconds),
     )  # fmt: skip
     _serve(
         PrefillService(node), host, options["port"], key,
         {"role": "prefill", "engine_id": node.engine_id, "handshake": f"{node.endpoint.host}:{node.endpoint.port}"},
+        metrics,
     )  # fmt: skip
 
 
@@ -120,21 +134,38 @@ def decode_server(
         listen=False, key=key, allowed=tuple(parse_endpoint(p) for p in peers),
         backend=options["backend"], progress_thread=options["progress_thread"],
     )  # fmt: skip
-    model, cache, metrics = _model_and_cache(options)
+    model, cache = _model_and_cache(options)
+    metrics = _Page.open(options)
     node = DecodeNode(
-        model=model, cache=cache, wiring=wiring, metrics=metrics, checksums=options["checksums"],
+        model=model, cache=cache, wiring=wiring, metrics=metrics.metrics, checksums=options["checksums"],
         kernel=kernel_factory(kernel, options["checkpoint"]),
         settings=DecodeSettings(
             on_failed_pull=FailedPull(on_failed_pull), pull=PullSettings(deadline_seconds=pull_seconds)
         ),
     )  # fmt: skip
-    _serve(DecodeService(node), host, options["port"], key, {"role": "decode", "engine_id": node.engine_id})
+    _serve(DecodeService(node), host, options["port"], key, {"role": "decode", "engine_id": node.engine_id}, metrics)
 
 
-def _model_and_cache(options: dict[str, Any]) -> tuple[Any, Any, Any]:
+class _Page:
+    """Where a server counts, and the page that shows it, if one was asked for."""
+
+    def __init__(self, metrics: Metrics, address: str = "", close: Callable[[], None] = lambda: None) -> None:
+        self.metrics, self.address, self.close = metrics, address, close
+
+    @classmethod
+    def open(cls, options: dict[str, Any]) -> _Page:
+        if options["metrics_port"] is None:
+            return cls(NullMetrics())
+        from gk_adapters.prometheus_metrics import PrometheusMetrics
+
+        metrics = PrometheusMetrics()
+        at = metrics.serve(host=options["metrics_host"], port=options["metrics_port"])
+        return cls(metrics, f"{at.host}:{at.port}", metrics.close)
+
+
+def _model_and_cache(options: dict[str, Any]) -> tuple[Any, Any]:
     from gk_adapters.nodes import CacheSettings
     from gk_adapters.torch_model import load_torch_model
-    from gk_core.metrics import NullMetrics
 
     dtype = KV_DTYPES[options["kv_dtype"]]
     cache = CacheSettings(
@@ -147,10 +178,10 @@ def _model_and_cache(options: dict[str, Any]) -> tuple[Any, Any, Any]:
     )
     named = options["dtype"]
     model = load_torch_model(options["checkpoint"], model_dtype=None if named == "checkpoint" else named)
-    return model, cache, NullMetrics()
+    return model, cache
 
 
-def _serve(service: Any, host: str, port: int, key: bytes | None, facts: dict[str, str]) -> None:
+def _serve(service: Any, host: str, port: int, key: bytes | None, facts: dict[str, str], page: _Page) -> None:
     """Answer control requests until SIGTERM or SIGINT, then let go of everything."""
     from gk_adapters.zmq_side_channel import ZmqSideChannelServer
 
@@ -160,6 +191,8 @@ def _serve(service: Any, host: str, port: int, key: bytes | None, facts: dict[st
     control = ZmqSideChannelServer(host=host, port=port, key=key)
     service.start()
     endpoint = control.serve(handler=service.handle)
+    if page.address:
+        facts = {**facts, "metrics": page.address}
     click.echo(json.dumps({**facts, "control": f"{endpoint.host}:{endpoint.port}", "pid": os.getpid()}))
     sys.stdout.flush()
     while not stop.wait(0.5) and service.failure is None:
@@ -167,6 +200,7 @@ def _serve(service: Any, host: str, port: int, key: bytes | None, facts: dict[st
     control.close()
     service.stop()
     service.node.close()
+    page.close()
     if service.failure is not None:
         raise service.failure
 
@@ -186,22 +220,34 @@ def spawned_servers(
         yield prefill.endpoint(), decode.endpoint()
 
 
-class _Started:
-    """A server process; its first line of output says where it listens."""
+class StartedServer:
+    """A server process; its first line of output says where it listens.
 
-    def __init__(self, command: str, flags: list[str]) -> None:
+    Args:
+        command, flags: what `gk` is called with.
+        program: what to call instead of this interpreter's `gk`.
+        env: added to our environment.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        flags: list[str],
+        *,
+        program: Sequence[str] = (sys.executable, "-c", "from gk_adapters.cli.main import run; run()"),
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.command = command
-        code = "from gk_adapters.cli.main import run; run()"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, command, *flags],
+            [*program, command, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "NIXL_LOG_LEVEL": os.environ.get("NIXL_LOG_LEVEL", "WARN")},
+            env={**os.environ, **(env or {})},
         )
         self._errors: list[str] = []
-        self._reader = threading.Thread(target=self._drain, daemon=True)
-        self._reader.start()
+        self._readers = [threading.Thread(target=self._drain, daemon=True)]
+        self._readers[0].start()
         self.facts: dict[str, Any] = {}
 
     def endpoint(self) -> Endpoint:
@@ -209,8 +255,8 @@ class _Started:
         if not self.facts:
             watchdog = threading.Timer(_START_SECONDS, self.process.kill)
             watchdog.start()
+            assert self.process.stdout is not None
             try:
-                assert self.process.stdout is not None
                 for line in self.process.stdout:
                     if line.startswith("{"):
                         self.facts = json.loads(line)
@@ -219,9 +265,12 @@ class _Started:
                 watchdog.cancel()
             if not self.facts:
                 self.process.wait()
-                self._reader.join()
+                self._readers[0].join()
                 last = next((line for line in reversed(self._errors) if line.strip()), "it wrote nothing")
                 raise PeerLostError(f"gk {self.command} did not start: {last.strip()}")
+            # Whatever it prints from now on must not fill the pipe and hold it up.
+            self._readers.append(threading.Thread(target=self.process.stdout.read, daemon=True))
+            self._readers[-1].start()
         return parse_endpoint(self.facts["control"])
 
     def stop(self) -> None:
@@ -233,7 +282,8 @@ class _Started:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self._reader.join()
+        for reader in self._readers:
+            reader.join()
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
@@ -246,9 +296,9 @@ class _Started:
 
 
 @contextlib.contextmanager
-def started_server(command: str, flags: list[str]) -> Iterator[_Started]:
+def started_server(command: str, flags: list[str]) -> Iterator[StartedServer]:
     """One server process for as long as the block runs."""
-    server = _Started(command, flags)
+    server = StartedServer(command, flags)
     try:
         yield server
     finally:
