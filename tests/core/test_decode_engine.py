@@ -260,7 +260,7 @@ class TestRoom:
         assert all_free(producer, consumer)
 
     def test_a_request_waits_while_those_before_it_may_still_grow_into_the_room(self) -> None:
-        """13 blocks; each request begins with 2 and may grow to 7: never two at once, though four would fit at first."""
+        """13 blocks; each request begins with 2 and may grow to 7: one at a time, though four would fit at first."""
         world, producer, consumer = make_pair(layout=make_fake_layout(num_blocks=14))
         prompts = {f"r{i}": make_tokens(16, seed=i) for i in range(4)}
         for request_id, prompt in prompts.items():
