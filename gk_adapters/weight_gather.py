@@ -178,7 +178,7 @@ def _as_strides(indices: Ints, low: int) -> tuple[tuple[int, ...] | None, tuple[
         for a, (n, s) in enumerate(zip(extents, strides, strict=True))
     )
     box = tuple(slice(n) for n in extents)
-    if int(real.sum()) != math.prod(extents) or not np.array_equal(indices[box], grid) or min(strides) < 0:
+    if int(real.sum()) != math.prod(extents) or not np.array_equal(indices[box], grid):
         return None, ()
     return tuple(extents), tuple(strides)
 

@@ -265,7 +265,8 @@ def test_any_part_is_executed_as_its_vectors_say(data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from(["any", "affine", "padding"]))
         if kind == "affine":
             step = data.draw(st.integers(0, max(0, (size - 1) // max(1, n - 1))))
-            vector = tuple(min(k * step, size - 1) for k in range(n))
+            base = data.draw(st.integers(0, max(0, size - 1 - step * (n - 1))))
+            vector = tuple(min(base + k * step, size - 1) for k in range(n))
         else:
             low = PADDING if kind == "padding" else 0
             vector = tuple(data.draw(st.lists(st.integers(low, size - 1), min_size=n, max_size=n)))
@@ -295,6 +296,24 @@ def test_any_part_is_executed_as_its_vectors_say(data: st.DataObject) -> None:
         if source is not None:
             wanted[tuple(p + s for p, s in zip(place, starts, strict=True))] = values[source.coords]
     assert stack.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("padded_axis", [0, 1])
+def test_an_axis_of_padding_alone_leaves_zeros(padded_axis: int) -> None:
+    """As in a vocabulary shard past the vocabulary."""
+    vectors = [(0, 1), (2, 3)]
+    vectors[padded_axis] = (PADDING, PADDING)
+    axes = tuple(
+        SourceAxis(indices=vector, stack_axes=(1 - i,), shape=(2,), rule="test") for i, vector in enumerate(vectors)
+    )
+    part = WeightPart(
+        tensor="t", source_shape=(5, 7), source_dtypes=("bfloat16",), view=SourceView.STORED, axes=axes, starts=(0, 0),
+        rule=ValueRule(add=1),
+    )  # fmt: skip
+    spec = StackedWeightSpec(name="w", layer_shape=(2, 2), num_layers=None, dtype="bfloat16", parts=(part,))
+    stack = np.zeros((2, 2), ml_dtypes.bfloat16)
+    fill_part(plan_part(spec, part, "bfloat16"), lambda name, index: np.ones((5, 7))[index], None, stack)
+    assert not stack.any()
 
 
 @pytest.mark.parametrize(
@@ -408,7 +427,7 @@ def test_big_tensors_are_read_in_chunks() -> None:
 def test_chunked_reads_fill_the_same_places(fmt: ExpertFormat, layout: WeightLayout) -> None:
     """With chunks of 4 KiB tensors come in pieces: more reads, the same bytes."""
     source = MemoryCheckpoint(SMALL, fmt)
-    specs = all_specs(SMALL, DecodeMesh(tp_size=1), 0, layout, fmt)
+    specs = all_specs(SMALL, DecodeMesh(tp_size=2, ep_size=2), 1, layout, fmt)
     whole = build_stacks(source, specs)
     whole_reads = len(source.reads)
     pieces = {spec.name: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for spec in specs}
