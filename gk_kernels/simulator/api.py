@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from gk_kernels.simulator import context as cx
+from gk_kernels.simulator.allocate import wrap_array
 from gk_kernels.simulator.context import Core, Options
 from gk_kernels.simulator.counters import Counters, merge
 from gk_kernels.simulator.dtypes import Array, DType, as_dtype, from_numpy
 from gk_kernels.simulator.errors import SimulationError, UsageError, function_site
-from gk_kernels.simulator.language import wrap_array
 from gk_kernels.simulator.memory import MemoryRegion, Peak, check_capacity
 from gk_kernels.simulator.program import Kernel, _tag, run
 from gk_kernels.simulator.targets import Target, as_target

@@ -17,7 +17,7 @@ from gk_kernels.simulator.context import Core
 from gk_kernels.simulator.dtypes import FP8, Array, DType
 from gk_kernels.simulator.errors import UsageError, refuse
 from gk_kernels.simulator.isa.check import core_of, tensor
-from gk_kernels.simulator.isa.dma import check_priority
+from gk_kernels.simulator.isa.dma_checks import check_priority
 from gk_kernels.simulator.memory import MemoryRegion
 from gk_kernels.simulator.ops import as_op
 from gk_kernels.simulator.program import Collective

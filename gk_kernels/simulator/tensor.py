@@ -2,7 +2,7 @@
 
 Strategy: the NumPy view is built on first use and kept, and so is what the compute engines need to know (`tile`). A
 read checks the storage's marks of never-written bytes as long as there are any. A dynamic index is looked up when an
-instruction runs. View operations are in views.py.
+instruction runs. View operations are in views.py and indexing.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from gk_kernels.simulator import context as cx
 from gk_kernels.simulator.dtypes import Array, DType, as_dtype
 from gk_kernels.simulator.errors import BoundsError, PoisonError, format_site, refuse
+from gk_kernels.simulator.indexing import IndexedView
 from gk_kernels.simulator.memory import MemoryRegion, Storage
 from gk_kernels.simulator.registers import DynamicSlice, Indirect, NKIObject, VirtualRegister
 from gk_kernels.simulator.views import MAX_DIMS, Shape, StridedView, row_major
@@ -61,7 +62,7 @@ def _check_encoding(shape: Shape, strides: Shape) -> None:
             refuse("access pattern count", count, f"uint16, at most {MAX_COUNT} (or a product of two that fit)")
 
 
-class NkiTensor(StridedView):
+class NkiTensor(IndexedView):
     """A view of on-device memory.
 
     Attributes:

@@ -1,8 +1,7 @@
 """nki.isa: one function per instruction, with NKI 0.6 parameter names, order and defaults.
 
 Each instruction checks its operands, counts itself, and, unless the run is a trace, computes in fp32 (or bits) and
-writes the destination in its own dtype. The file of an instruction is named after what it does: dma, matmul, mx,
-elementwise, activations, select, gather, statistics, sync.
+writes the destination in its own dtype. The file of an instruction is named after what it does.
 """
 
 from __future__ import annotations
@@ -33,19 +32,9 @@ from gk_kernels.simulator.isa.constants import (
     unknown_engine,
     vector_engine,
 )
-from gk_kernels.simulator.isa.dma import dma_compute, dma_copy, dma_transpose
-from gk_kernels.simulator.isa.elementwise import (
-    iota,
-    memset,
-    scalar_tensor_tensor,
-    tensor_copy,
-    tensor_reduce,
-    tensor_scalar,
-    tensor_scalar_cumulative,
-    tensor_scalar_reduce,
-    tensor_tensor,
-    tensor_tensor_scan,
-)
+from gk_kernels.simulator.isa.dma import dma_compute, dma_copy
+from gk_kernels.simulator.isa.dma_transpose import dma_transpose
+from gk_kernels.simulator.isa.elementwise import memset, scalar_tensor_tensor, tensor_copy, tensor_scalar, tensor_tensor
 from gk_kernels.simulator.isa.gather import (
     local_gather,
     nc_n_gather,
@@ -56,6 +45,13 @@ from gk_kernels.simulator.isa.gather import (
 )
 from gk_kernels.simulator.isa.matmul import nc_matmul, nc_transpose
 from gk_kernels.simulator.isa.mx import nc_matmul_mx, quantize_mx
+from gk_kernels.simulator.isa.patterns import iota
+from gk_kernels.simulator.isa.reductions import (
+    tensor_reduce,
+    tensor_scalar_cumulative,
+    tensor_scalar_reduce,
+    tensor_tensor_scan,
+)
 from gk_kernels.simulator.isa.select import (
     affine_select,
     max8,

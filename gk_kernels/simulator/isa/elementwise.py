@@ -1,4 +1,4 @@
-"""Element-wise instructions of the Vector, Scalar and GpSimd engines, and reductions over the free axes."""
+"""Element-wise instructions of the Vector, Scalar and GpSimd engines."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ import numpy as np
 
 from gk_kernels.simulator.dtypes import Array
 from gk_kernels.simulator.errors import UsageError, refuse
-from gk_kernels.simulator.isa import accumulators
 from gk_kernels.simulator.isa.check import (
     DONE,
     PSUM,
-    SBUF,
     Scalar,
     bits16,
-    buffer,
     column,
     column_values,
     core_of,
     cycles,
-    int32,
     integer,
     no_psum,
     one_psum,
@@ -33,9 +29,9 @@ from gk_kernels.simulator.isa.check import (
     tensors,
     writable,
 )
-from gk_kernels.simulator.isa.constants import NkiInstruction, engine, reduce_cmd
-from gk_kernels.simulator.ops import Op, as_op, binary, reducer
-from gk_kernels.simulator.tensor import NkiTensor, Tile
+from gk_kernels.simulator.isa.constants import NkiInstruction, engine
+from gk_kernels.simulator.ops import Op, as_op, binary
+from gk_kernels.simulator.tensor import NkiTensor
 
 _unknown = engine.unknown
 _INT32 = ("int32", "uint32")
@@ -91,7 +87,7 @@ def memset(dst: NkiTensor, value: float, engine: engine = _unknown, name: str | 
     return DONE
 
 
-def _bit_operands(rule: str, *operands: NkiTensor) -> None:
+def bit_operands(rule: str, *operands: NkiTensor) -> None:
     for operand in operands:
         if not integer(operand.dtype):
             refuse(f"{rule}: bitwise operand dtype", operand.dtype, "an integer dtype")
@@ -123,7 +119,7 @@ def tensor_tensor(
     )
     power = found.name == "power"
     if found.bitwise:
-        _bit_operands("tensor_tensor", dst, data1, data2)
+        bit_operands("tensor_tensor", dst, data1, data2)
     default = "gpsimd" if exact or power else "vector"
     used = pick_engine("tensor_tensor", engine, default, ("vector", "gpsimd"), dst, data1, data2)
     if power:
@@ -153,14 +149,14 @@ def _like(values: Array, other: Array) -> Array:
     return np.ascontiguousarray(values if values.shape == other.shape else values.reshape(other.shape))
 
 
-def _scalar_step(op: Op, values: Array, operand: Any, reverse: bool) -> Array:
+def scalar_step(op: Op, values: Array, operand: Any, reverse: bool) -> Array:
     if op.alu is None:
         assert op.alu_unary is not None
         return op.alu_unary(values)
     return op.alu(operand, values) if reverse else op.alu(values, operand)
 
 
-def _scalar_op(rule: str, op: Any, operand: Any, label: str) -> Op:
+def scalar_op(rule: str, op: Any, operand: Any, label: str) -> Op:
     found = as_op(op, rule)
     if found.alu is None and found.alu_unary is None:
         refuse(f"{rule}: {label}", repr(found), "an ALU operator")
@@ -194,8 +190,8 @@ def tensor_scalar(
     tile = same(rule, dst, data)
     if 0 in dst.strides:
         writable(rule, dst)
-    first = _scalar_op(rule, op0, operand0, "op0")
-    second = None if op1 is None else _scalar_op(rule, op1, operand1, "op1")
+    first = scalar_op(rule, op0, operand0, "op0")
+    second = None if op1 is None else scalar_op(rule, op1, operand1, "op1")
     if second is None and operand1 is not None:
         refuse(f"{rule}: operand1", repr(operand1), "None without op1", UsageError)
     if second is not None and second.bitwise != first.bitwise:
@@ -203,7 +199,7 @@ def tensor_scalar(
     default = "gpsimd" if first.name == "rsqrt" or (second is not None and second.name == "rsqrt") else "vector"
     used = pick_engine(rule, engine, default, _VSG, dst, data)
     if first.bitwise:
-        _bit_operands(rule, dst, data)
+        bit_operands(rule, dst, data)
         if used != "vector":
             refuse(f"{rule}: engine of a bitwise operator", used, "vector")
     else:
@@ -232,14 +228,14 @@ def tensor_scalar(
     if first.bitwise:
         values = data.read()
         kind = values.dtype
-        values = _scalar_step(first, values, None if a is None else _bit_column(a, kind, ndim), reverse0)
+        values = scalar_step(first, values, None if a is None else _bit_column(a, kind, ndim), reverse0)
         if second is not None:
-            values = _scalar_step(second, values, None if b is None else _bit_column(b, kind, ndim), reverse1)
+            values = scalar_step(second, values, None if b is None else _bit_column(b, kind, ndim), reverse1)
         put_raw(dst, np.ascontiguousarray(values).view(dst.dtype.np))
         return DONE
-    values = _scalar_step(first, read_f32(data), None if a is None else column_values(a, ndim), reverse0)
+    values = scalar_step(first, read_f32(data), None if a is None else column_values(a, ndim), reverse0)
     if second is not None:
-        values = _scalar_step(second, values, None if b is None else column_values(b, ndim), reverse1)
+        values = scalar_step(second, values, None if b is None else column_values(b, ndim), reverse1)
     put(dst, values)
     return DONE
 
@@ -261,7 +257,7 @@ def scalar_tensor_tensor(
     tile = same(rule, dst, data, operand1)
     if 0 in dst.strides:
         writable(rule, dst)
-    first, second = _scalar_op(rule, op0, operand0, "op0"), binary(op1, rule)
+    first, second = scalar_op(rule, op0, operand0, "op0"), binary(op1, rule)
     if first.bitwise or second.bitwise:
         refuse(f"{rule}: operators", f"{first!r} and {second!r}", "arithmetic operators")
     one_psum(rule, data, operand1)
@@ -270,212 +266,7 @@ def scalar_tensor_tensor(
     core.retire(rule, "vector", cycles(n if bits16(data, operand1) else 2 * n), n, dst, data, operand1, *tensors(a))
     if core.trace:
         return DONE
-    values = _scalar_step(first, read_f32(data), None if a is None else column_values(a, len(data.shape)), reverse0)
+    values = scalar_step(first, read_f32(data), None if a is None else column_values(a, len(data.shape)), reverse0)
     other = read_f32(operand1)
-    put(dst, _scalar_step(second, values, other.reshape(values.shape), reverse1))
-    return DONE
-
-
-def _axes(rule: str, axis: Any, ndim: int) -> tuple[int, ...]:
-    axes = (axis,) if isinstance(axis, (int, np.integer)) else tuple(axis)
-    axes = tuple(sorted(a + ndim if a < 0 else a for a in axes))
-    if not axes or axes[0] == 0:
-        refuse(f"{rule}: axis", axis, "free axes only; the partition axis cannot be reduced")
-    if axes != tuple(range(axes[0], ndim)):
-        refuse(f"{rule}: axis", axis, "the last contiguous free axes")
-    return axes
-
-
-def tensor_reduce(
-    dst: NkiTensor,
-    op: Any,
-    data: NkiTensor,
-    axis: Any,
-    negate: bool = False,
-    keepdims: bool = False,
-    name: str | None = None,
-) -> NkiInstruction:
-    """dst = op over the last free axes of data, in fp32, optionally negated. Vector Engine."""
-    rule = "tensor_reduce"
-    core = core_of(rule)
-    out, tile = tensor(rule, "dst", dst).tile(), tensor(rule, "data", data).tile()
-    found = reducer(op, rule)
-    axes = _axes(rule, axis, len(data.shape))
-    kept = 1
-    for size in data.shape[1 : axes[0]]:
-        kept *= size
-    if out.partitions != tile.partitions or out.free != kept:
-        refuse(f"{rule}: dst shape", dst.shape, f"({tile.partitions}, {kept} elements per partition)")
-    if found.bitwise:
-        _bit_operands(rule, dst, data)
-        if negate:
-            refuse(f"{rule}: negate", f"with {found!r}", "arithmetic operators")
-    core.retire(rule, "vector", cycles(tile.free), tile.free, dst, data)
-    if core.trace:
-        return DONE
-    if found.bitwise:
-        put_raw(dst, found.reduce.reduce(data.read(), axis=axes).astype(dst.dtype.np))
-        return DONE
-    values = _reduce(found, read_f32(data), axes)
-    put(dst, -values if negate else values)
-    return DONE
-
-
-def _reduce(op: Op, values: Array, axes: tuple[int, ...]) -> Array:
-    if op.name == "subtract":
-        flat = values.reshape(*values.shape[: axes[0]], -1)
-        rest: Array = flat[..., 1:].sum(axis=-1, dtype=np.float32)
-        return np.asarray(flat[..., 0] - rest)
-    result: Array = np.asarray(op.reduce.reduce(values, axis=axes), np.float32)
-    return result
-
-
-def tensor_scalar_reduce(
-    dst: NkiTensor,
-    data: NkiTensor,
-    op0: Any,
-    operand0: Scalar | None,
-    reduce_op: Any,
-    reduce_res: NkiTensor | None = None,
-    reverse0: bool = False,
-    reduce_cmd: reduce_cmd = reduce_cmd.reset_reduce,
-    reduce_init: Scalar | None = None,
-    reduce_res_negate: bool = False,
-    name: str | None = None,
-) -> NkiInstruction:
-    """tensor_scalar with one operator, and a reduction of its result over all free axes. Vector Engine."""
-    rule = "tensor_scalar_reduce"
-    core = core_of(rule)
-    tile = same(rule, dst, data)
-    first = _scalar_op(rule, op0, operand0, "op0")
-    if first.bitwise:
-        refuse(f"{rule}: op0", repr(first), "an arithmetic operator")
-    if reverse0:
-        refuse(f"{rule}: reverse0", True, "False (not supported yet)")
-    found = reducer(reduce_op, rule, frozenset({"add", "multiply", "maximum", "minimum"}))
-    a = None if first.alu is None else column(rule, "operand0", operand0, tile, _F32)
-    accumulators.check(rule, "vector", tile, reduce_cmd, reduce_res, reduce_init)
-    core.retire(rule, "vector", cycles(tile.free), tile.free, dst, data, *tensors(a, reduce_res, reduce_init))
-    if core.trace:
-        return DONE
-    values = _scalar_step(first, read_f32(data), None if a is None else column_values(a, len(data.shape)), False)
-    put(dst, values)
-    accumulators.run(core, "vector", tile, found, values, reduce_cmd, reduce_res, reduce_init, reduce_res_negate)
-    return DONE
-
-
-def tensor_scalar_cumulative(
-    dst: NkiTensor,
-    src: NkiTensor,
-    op0: Any,
-    op1: Any,
-    imm0: Scalar,
-    imm1: Scalar | None = None,
-    reduce_cmd: reduce_cmd = reduce_cmd.reset_reduce,
-    name: str | None = None,
-) -> NkiInstruction:
-    """dst[i] = op1(op0(src[i], imm0), dst[i-1]), a running reduction along the free axes. Vector Engine."""
-    rule = "tensor_scalar_cumulative"
-    core = core_of(rule)
-    tile = same(rule, dst, src)
-    first = _scalar_op(rule, op0, imm0, "op0")
-    second = reducer(op1, rule, frozenset({"add", "subtract", "multiply", "maximum", "minimum"}))
-    for operand in (dst, src):
-        if operand.dtype in _INT32:
-            refuse(f"{rule}: dtype", operand.dtype, "no 32-bit integers")
-    a = column(rule, "imm0", imm0, tile, _F32)
-    accumulators.check(rule, "vector", tile, reduce_cmd, None, imm1)
-    core.retire(rule, "vector", cycles(tile.free), tile.free, dst, src, *tensors(a, imm1))
-    if core.trace:
-        return DONE
-    values = _scalar_step(first, read_f32(src), column_values(a, len(src.shape)), False)
-    flat = values.reshape(tile.partitions, -1)
-    register = accumulators.start(core, "vector", tile, second, reduce_cmd, imm1)
-    result = np.empty_like(flat)
-    assert second.alu is not None
-    for i in range(flat.shape[1]):
-        register = second.alu(flat[:, i], register)
-        result[:, i] = register
-    accumulators.store(core, "vector", tile, register)
-    put(dst, result)
-    return DONE
-
-
-def tensor_tensor_scan(
-    dst: NkiTensor,
-    data0: NkiTensor,
-    data1: NkiTensor,
-    initial: Scalar,
-    op0: Any,
-    op1: Any,
-    reverse0: bool = False,
-    reverse1: bool = False,
-    name: str | None = None,
-) -> NkiInstruction:
-    """dst[i] = op1(op0(data0[i], dst[i-1]), data1[i]) along the free axes, from `initial`. Vector Engine."""
-    rule = "tensor_tensor_scan"
-    core = core_of(rule)
-    tile = same(rule, dst, data0, data1)
-    one_psum(rule, data0, data1)
-    first, second = binary(op0, rule), binary(op1, rule)
-    if first.bitwise or second.bitwise:
-        refuse(f"{rule}: operators", f"{first!r} and {second!r}", "arithmetic operators")
-    a = column(rule, "initial", initial, tile)
-    core.retire(rule, "vector", cycles(2 * tile.free), tile.free, dst, data0, data1, *tensors(a))
-    if core.trace:
-        return DONE
-    x, y = read_f32(data0).reshape(tile.partitions, -1), read_f32(data1).reshape(tile.partitions, -1)
-    state = np.broadcast_to(np.ravel(column_values(a, 2)), (tile.partitions,)).astype(np.float32)
-    result = np.empty(x.shape, np.float32)
-    assert first.alu is not None
-    assert second.alu is not None
-    for i in range(x.shape[1]):
-        step = first.alu(state, x[:, i]) if reverse0 else first.alu(x[:, i], state)
-        state = second.alu(y[:, i], step) if reverse1 else second.alu(step, y[:, i])
-        result[:, i] = state
-    put(dst, result)
-    return DONE
-
-
-def affine_values(rule: str, tile: Tile, pattern: Any, offset: int, channel_multiplier: int) -> Array:
-    """offset + partition * channel_multiplier + sum(step * i), as int64 [P, F]."""
-    values = np.zeros(1, np.int64)
-    for step, count in pattern:
-        values = (values[:, None] + np.arange(count, dtype=np.int64) * step).ravel()
-    rows = np.arange(tile.partitions, dtype=np.int64) * channel_multiplier + offset
-    return rows[:, None] + values
-
-
-def check_pattern(rule: str, tile: Tile, pattern: Any, offset: Any, channel_multiplier: Any) -> None:
-    """A generated pattern covers the tile's free elements in at most 4 dimensions."""
-    int32(rule, "offset", offset)
-    int32(rule, "channel_multiplier", channel_multiplier)
-    count = 1
-    for _, n in pattern:
-        count *= n
-    if len(pattern) > 4 or count != tile.free:
-        refuse(
-            f"{rule}: pattern",
-            [list(p) for p in pattern],
-            f"up to 4 pairs that make {tile.free} elements per partition",
-        )
-
-
-def iota(
-    dst: NkiTensor, pattern: Any, offset: int = 0, channel_multiplier: int = 0, name: str | None = None
-) -> NkiInstruction:
-    """dst[p, ...] = offset + p * channel_multiplier + sum(step * i), in 32-bit integers. GpSimd, SBUF."""
-    rule = "iota"
-    core = core_of(rule)
-    buffer(rule, "dst", dst, SBUF)
-    tile = dst.tile()
-    check_pattern(rule, tile, pattern, offset, channel_multiplier)
-    core.retire(rule, "gpsimd", cycles(tile.free), tile.free, dst)
-    if core.trace:
-        return DONE
-    values = affine_values(rule, tile, pattern, offset, channel_multiplier).astype(np.int32)
-    if dst.dtype in _INT32:
-        put_raw(dst, values.astype(dst.dtype.np))
-    else:
-        put(dst, values.astype(np.float32))
+    put(dst, scalar_step(second, values, other.reshape(values.shape), reverse1))
     return DONE

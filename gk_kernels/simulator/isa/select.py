@@ -29,7 +29,7 @@ from gk_kernels.simulator.isa.check import (
     writable,
 )
 from gk_kernels.simulator.isa.constants import NkiInstruction, reduce_cmd
-from gk_kernels.simulator.isa.elementwise import affine_values, check_pattern
+from gk_kernels.simulator.isa.patterns import affine_values, check_pattern
 from gk_kernels.simulator.ops import COMPARISONS, OPS, Op, as_op
 from gk_kernels.simulator.tensor import NkiTensor
 
