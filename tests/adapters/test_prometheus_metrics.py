@@ -7,13 +7,12 @@ import urllib.request
 
 import pytest
 
+from gk_adapters.prometheus_metrics import BUCKETS, PrometheusMetrics
 from gk_core.errors import LayoutError, TransferError
 from gk_core.metrics import COUNTERS, HISTOGRAMS, PULL_BYTES, PULL_READS, PULL_SECONDS
 from gk_core.ports import Endpoint
 
 pytest.importorskip("prometheus_client")
-
-from gk_adapters.prometheus_metrics import BUCKETS, PrometheusMetrics
 
 
 def scrape(endpoint: Endpoint) -> str:
