@@ -63,6 +63,21 @@ def test_capacity_goes_by_lifetimes() -> None:
     assert peak.no_reuse_bytes_per_partition == 300 * KIB
 
 
+def test_a_second_destination_lives_from_when_it_is_written() -> None:
+    """The scales of quantize_mx (100 bytes) are alive under a tile (1000 bytes) written before they are used."""
+
+    def kernel() -> None:
+        packed, scale = nl.ndarray((32, 100), nl.float8_e4m3fn_x4), nl.ndarray((4, 100), nl.uint8)
+        nisa.quantize_mx(packed, filled(32, 400, dtype=nl.bfloat16), scale)
+        nisa.memset(packed[0:32, 0:1], 0)
+        nisa.memset(nl.ndarray((4, 500), nl.bfloat16), 0.0)
+        nisa.tensor_copy(nl.ndarray((4, 100), nl.uint8), scale)
+
+    lives = {life.row_bytes: life for life in simulate(kernel).peaks[0][0].lives}
+    assert simulate(kernel).peaks[0][0].bytes_per_partition == 800 + 400 + 100
+    assert lives[100].first == 2
+
+
 def test_capacity_can_be_only_noted() -> None:
     """capacity="warn"."""
     result = simulate(alive_together(200, 100), capacity="warn")

@@ -214,6 +214,24 @@ def test_a_trace_counts_collectives_without_data() -> None:
     assert result.total.collectives["all_gather"]["bytes"] == 128 * 5760
 
 
+def test_one_rank_of_a_larger_mesh_can_be_traced_alone() -> None:
+    """The groups name ranks that are not simulated; they must still be disjoint. With data it is refused."""
+
+    def make(groups: Any) -> Any:
+        def kernel() -> None:
+            src, dst = filled(1, 4, buffer=HBM), nl.ndarray((8, 4), nl.float32, HBM)
+            ncc.all_gather([src], [dst], ncc.ReplicaGroup(groups), 0)
+
+        return kernel
+
+    eights = (tuple(range(8)), tuple(range(8, 16)))
+    assert simulate(make(eights), trace=True).counters[0].collectives == {"all_gather": {"count": 1, "bytes": 16}}
+    with pytest.raises(DivergenceError, match="groups that do not overlap"):
+        simulate(make((tuple(range(8)), tuple(range(7, 15)))), trace=True)
+    with pytest.raises(DivergenceError, match="exactly the 1 simulated ranks"):
+        simulate(make(eights))
+
+
 def _tiny(ranks: int) -> Any:
     everyone = ncc.ReplicaGroup((tuple(range(ranks)),))
     eights = ncc.ReplicaGroup(tuple(tuple(range(r, r + 8)) for r in range(0, ranks, 8)))

@@ -168,6 +168,21 @@ def test_shared_tensors_of_one_name_must_agree() -> None:
         simulate(kernel, lnc=2)
 
 
+def test_shared_tensors_of_one_line_are_matched_by_turn() -> None:
+    """Two tensors from one loop are two tensors, each shared."""
+
+    def kernel() -> Any:
+        core = nl.program_id(0)
+        outs = [nl.ndarray((2, 1, 1), nl.float32, nl.shared_hbm) for _ in range(2)]
+        for i, out in enumerate(outs):
+            nisa.dma_copy(out[core], filled(1, 1, value=10.0 * i + core))
+        return tuple(outs)
+
+    first, second = simulate(kernel, lnc=2).output
+    assert first.ravel().tolist() == [0.0, 1.0]
+    assert second.ravel().tolist() == [10.0, 11.0]
+
+
 def test_private_tensors_are_not_shared() -> None:
     """private_hbm of core 1 is not that of core 0."""
 

@@ -309,6 +309,22 @@ def test_cycles_follow_the_model() -> None:
     assert counters.total(op="tensor_tensor").elements == 200
 
 
+def test_matmul_work_counts_every_multiply() -> None:
+    """K M N; twice that with double_row, four times with MX."""
+
+    def kernel() -> None:
+        a, b = filled(32, 2, 6, dtype=nl.float8_e4m3), filled(32, 2, 5, dtype=nl.float8_e4m3)
+        nisa.nc_matmul(empty(6, 5, buffer=nl.psum), a, b, perf_mode=nisa.matmul_perf_mode.double_row)
+        x, s = filled(32, 4, dtype=nl.float8_e4m3fn_x4), filled(4, 4, dtype=nl.uint8, value=127)
+        nisa.nc_matmul_mx(empty(4, 4, buffer=nl.psum), x, x, s, s)
+        nisa.nc_transpose(empty(4, 32, buffer=nl.psum), filled(32, 4))
+
+    counters = simulate(kernel).counters[0]
+    assert counters.total(op="nc_matmul").macs == 2 * 32 * 6 * 5
+    assert counters.total(op="nc_matmul_mx").macs == 4 * 32 * 4 * 4
+    assert counters.matmul_macs == 2 * 32 * 6 * 5 + 4 * 32 * 4 * 4
+
+
 def test_loops_run_with_registers() -> None:
     """fori_loop, while_loop, dynamic_range: bounds and conditions from data."""
     data = np.arange(5, dtype=np.float32)[None]
