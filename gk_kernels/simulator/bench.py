@@ -69,8 +69,11 @@ def _cases() -> dict[str, Callable[[], Any]]:
     }
 
 
-def overhead(repeats: int = 5, calls: int = 200) -> dict[str, float]:
-    """Microseconds of one call of each instruction: the best of `repeats` averages over `calls`."""
+def overhead(repeats: int = 30, calls: int = 20) -> dict[str, float]:
+    """Microseconds of one call of each instruction: the best of `repeats` averages over `calls`.
+
+    Short batches, so that other work on the machine spoils few of them.
+    """
     times: dict[str, float] = {}
 
     def kernel() -> None:
@@ -88,7 +91,7 @@ def overhead(repeats: int = 5, calls: int = 200) -> dict[str, float]:
     return times
 
 
-def median_overhead(repeats: int = 5, calls: int = 200) -> float:
+def median_overhead(repeats: int = 30, calls: int = 20) -> float:
     """Median over the instructions, in microseconds."""
     return statistics.median(overhead(repeats, calls).values())
 
