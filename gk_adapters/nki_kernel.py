@@ -39,6 +39,7 @@ __all__ = [
     "giga_kernel",
     "nki_kernel_from_checkpoint",
     "scratch_slots",
+    "simulate_mesh",
 ]
 
 Array = NDArray[Any]
@@ -124,7 +125,7 @@ class NkiDecodeKernel(DecodeKernel[torch.Tensor]):
         result = torch.zeros(call.hidden.shape, dtype=call.hidden.dtype)
         if plan_step(call.control, self.contract.layout, call.hidden.dtype) is None:
             return result
-        arguments = giga_arguments(call, self._stacks, self.contract, self.geometry)
+        arguments = giga_arguments(call, self._stacks, self.contract, self.geometry, self.target)
         hidden = run_kernel(self._kernel, [arguments], target=self.target)[0]
         active = call.control.active.numpy()[:, 0] != 0
         model_order = from_stored_order(hidden, self.geometry.hidden_size)
@@ -146,9 +147,16 @@ def require_kernel_limits(contract: KernelContract) -> None:
 
 
 def giga_arguments(
-    call: DecodeCall[torch.Tensor], stacks: Mapping[str, Array], contract: KernelContract, geometry: ModelGeometry
+    call: DecodeCall[torch.Tensor],
+    stacks: Mapping[str, Array],
+    contract: KernelContract,
+    geometry: ModelGeometry,
+    target: str,
 ) -> GigaArguments:
-    """A call as the kernel takes it."""
+    """A call as the kernel takes it.
+
+    MXFP4 experts of bfloat16 models go through MX matmuls where the target has them; elsewhere the kernel widens them.
+    """
     c, layout, mesh = call.control, contract.layout, contract.mesh
     slots, writes = scratch_slots(c.update_index.numpy(), layout.block_size)
     slots_swa, writes_swa = scratch_slots(c.update_index_swa.numpy(), layout.block_size)
@@ -156,6 +164,7 @@ def giga_arguments(
     experts = mesh.experts(call.rank, geometry.num_experts)
     weights = [stacks.get(name) if name in _SCALES else stacks[name] for name in _WEIGHTS]
     control = (c.block_table, c.block_table_swa, c.positions, c.positions_swa, c.swa_start)
+    mx_matmul = _SCALES[0] in stacks and target == "trn3" and call.hidden.dtype == torch.bfloat16
     return GigaArguments(
         values=(
             to_stored_order(array_of(call.hidden), geometry.hidden_size),
@@ -170,13 +179,43 @@ def giga_arguments(
             array_of(c.cos),
             array_of(c.sin),
             np.array([[experts.start]], np.int32),
-            giga_config(geometry, contract, call.rank, call.scales),
+            giga_config(geometry, contract, call.rank, call.scales, mx_matmul),
         )
     )
 
 
-def giga_config(geometry: ModelGeometry, contract: KernelContract, rank: int, scales: KVScales) -> Any:
-    """The kernel's compile-time values."""
+def simulate_mesh(
+    calls: Sequence[DecodeCall[torch.Tensor]],
+    stacks: Sequence[Mapping[str, Array]],
+    contract: KernelContract,
+    geometry: ModelGeometry,
+    *,
+    target: str = "trn3",
+) -> list[Array]:
+    """One step of all ranks of a mesh in our simulator: each rank's hidden shard [T, H].
+
+    Args:
+        calls, stacks: one per rank, in the order of ranks; every rank's cache is its own.
+
+    Raises:
+        LayoutError: not one call and one set of stacks per rank, or a call that the contract does not allow.
+        UnsupportedError: see `NkiDecodeKernel`.
+    """
+    require_kernel_limits(contract)
+    world = contract.mesh.world_size
+    if len(calls) != world or len(stacks) != world or [c.rank for c in calls] != list(range(world)):
+        raise LayoutError(f"a mesh of {world} ranks takes one call and one set of stacks per rank, in order")
+    for call in calls:
+        check_decode_call(call, contract)
+    arguments = [giga_arguments(c, s, contract, geometry, target) for c, s in zip(calls, stacks, strict=True)]
+    hidden = run_kernel(giga_kernel(), arguments, target=target)
+    return [from_stored_order(h, geometry.hidden_size) for h in hidden]
+
+
+def giga_config(
+    geometry: ModelGeometry, contract: KernelContract, rank: int, scales: KVScales, mx_matmul: bool = False
+) -> Any:
+    """The kernel's compile-time values, a `DecodeConfig`."""
     from gk_kernels.giga_decode.config import DecodeConfig
 
     mesh = contract.mesh
@@ -194,6 +233,7 @@ def giga_config(geometry: ModelGeometry, contract: KernelContract, rank: int, sc
         v_scale=scales.v,
         tp_groups=mesh.tp_groups,
         ep_groups=mesh.ep_groups,
+        mx_matmul=mx_matmul,
     )
 
 

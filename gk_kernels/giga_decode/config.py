@@ -16,6 +16,7 @@ class DecodeConfig(NamedTuple):
         swiglu_alpha, swiglu_limit, rms_norm_eps: constants of the model.
         k_scale, v_scale: FP8 scales of the cache: stored = x / scale.
         tp_groups, ep_groups: replica groups of the collectives, tuples of tuples; groups of one rank need none.
+        mx_matmul: MXFP4 experts by MX matmuls (trn3, bfloat16 models); else their weights are widened on chip.
         fp8_reduce_scatter: send the experts' sums as FP8, at a loss of precision.
     """
 
@@ -32,6 +33,7 @@ class DecodeConfig(NamedTuple):
     v_scale: float
     tp_groups: tuple[tuple[int, ...], ...]
     ep_groups: tuple[tuple[int, ...], ...]
+    mx_matmul: bool = False
     fp8_reduce_scatter: bool = False
 
     def q_per_kv(self) -> int:

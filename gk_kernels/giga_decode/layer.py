@@ -15,6 +15,7 @@ from gk_kernels.giga_decode.attention import attend
 from gk_kernels.giga_decode.collectives import all_gather_rows, reduce_scatter_rows
 from gk_kernels.giga_decode.config import DecodeConfig
 from gk_kernels.giga_decode.experts import activate, add_down
+from gk_kernels.giga_decode.experts_mx import activate_mx, add_down_mx, hidden_lanes, quantise
 from gk_kernels.giga_decode.gather import Gather
 from gk_kernels.giga_decode.kv_write import WritePlan, write_packed_keys, write_tokens
 from gk_kernels.giga_decode.norms import rms_norm
@@ -101,7 +102,20 @@ def expert_half(
         total = nl.ndarray(tokens[i].shape, dtype=nl.float32, buffer=nl.sbuf, name=f"{name}_total{i}")
         totals.append(total)
     turned = turn_tiles(tokens, 128, f"{name}_turned")
-    for e in range(experts):
+    if config.mx_matmul:
+        add_experts_mx(turned, weights, shares, totals, config, constants, name)
+    else:
+        add_experts(turned, weights, shares, totals, config, constants, name)
+    mine = reduce_scatter_rows(totals, config.ep_groups, dtype, f"{name}_sum2")
+    return add_rows(x, mine, f"{name}_x2")
+
+
+def add_experts(
+    turned: nl.NkiTensor, weights: ExpertWeights, shares: list[nl.NkiTensor], totals: list[nl.NkiTensor],
+    config: DecodeConfig, constants: Constants, name: str,
+) -> None:  # fmt: skip
+    """Every expert of this rank on all tokens `turned` [128, Hp / 128, N], added up in `totals`."""
+    for e in range(weights.gate_up.shape[0]):
         up_scale = None if weights.gate_up_scale is None else weights.gate_up_scale[e]
         down_scale = None if weights.down_scale is None else weights.down_scale[e]
         activated = activate(
@@ -111,8 +125,24 @@ def expert_half(
             activated, weights.down[e], down_scale, weights.down_bias[e : e + 1, :], shares, e, totals, constants,
             f"{name}_d{e}",
         )  # fmt: skip
-    mine = reduce_scatter_rows(totals, config.ep_groups, dtype, f"{name}_sum2")
-    return add_rows(x, mine, f"{name}_x2")
+
+
+def add_experts_mx(
+    turned: nl.NkiTensor, weights: ExpertWeights, shares: list[nl.NkiTensor], totals: list[nl.NkiTensor],
+    config: DecodeConfig, constants: Constants, name: str,
+) -> None:  # fmt: skip
+    """The same with MX matmuls: tokens are quantised once for all experts."""
+    assert weights.gate_up_scale is not None, "MX matmuls take MXFP4 experts"
+    assert weights.down_scale is not None, "MX matmuls take MXFP4 experts"
+    tokens = quantise(hidden_lanes(turned, f"{name}_lanes"), f"{name}_tokens8")
+    for e in range(weights.gate_up.shape[0]):
+        activated = activate_mx(
+            tokens, weights.gate_up[e], weights.gate_up_scale[e], weights.gate_up_bias[e], config, f"{name}_e{e}"
+        )
+        add_down_mx(
+            activated, weights.down[e], weights.down_scale[e], weights.down_bias[e : e + 1, :], shares, e, totals,
+            constants, f"{name}_d{e}",
+        )  # fmt: skip
 
 
 def add_rows(x: nl.NkiTensor, more: nl.NkiTensor, name: str) -> nl.NkiTensor:
