@@ -152,6 +152,8 @@ class DecodeEngine(Generic[T]):
         metrics: where to count.
         block_bytes: the cache's bytes, to check hand-offs that carry checksums.
         build_control: rows -> control; an adapter may compute the same values faster.
+        start_id: begins every pull id; random in every process that may be restarted under the same engine id, so that
+            a late notice of its former life is not taken for one of this.
     """
 
     def __init__(
@@ -173,6 +175,7 @@ class DecodeEngine(Generic[T]):
         build_control: Callable[[Sequence[DecodeRow | None], ControlShape], AttentionControl] = (
             build_attention_control
         ),
+        start_id: str = "",
     ) -> None:
         self._layout, self._shape = layout, shape
         self._pool, self._transport, self._mailbox, self._peers = pool, transport, mailbox, peers
@@ -203,6 +206,7 @@ class DecodeEngine(Generic[T]):
         )
         self._events: list[DecodeEvent] = []
         self._counter = 0
+        self._start_id = start_id
 
     @property
     def has_work(self) -> bool:
@@ -216,7 +220,7 @@ class DecodeEngine(Generic[T]):
             RequestError: it can never be served; the producer of its hand-off is told.
         """
         self._counter += 1
-        pull_id = f"{self._counter}"
+        pull_id = f"{self._start_id}{self._counter}"
         try:
             self._check(request)
             offer = request.hand_off if request.hand_off is not None and request.hand_off.num_tokens else None

@@ -258,6 +258,7 @@ class World:
         base_address: int = 0x90_0000,
         build_control: ControlBuilder = build_attention_control,
         pool: FakeBlockPool | None = None,
+        start_id: str = "",
     ) -> Consumer:
         """A consumer that knows nobody yet."""
         layout = layout or make_fake_layout(num_blocks=50)
@@ -303,6 +304,7 @@ class World:
             metrics=metrics,
             block_bytes=cache,
             build_control=build_control,
+            start_id=start_id,
         )
         return Consumer(engine, cache, pool, kernel, transport, directory, metrics, described, total)
 
