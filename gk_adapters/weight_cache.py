@@ -41,6 +41,7 @@ from gk_adapters.weight_stacks import (
     num_threads,
     plan_stacks,
     run_units,
+    units_of,
 )
 from gk_core.errors import CapacityError, CheckpointError
 from gk_core.weight_parts import StackedWeightSpec, specs_digest
@@ -192,7 +193,7 @@ class WeightCache:
                     if _checksums_on_disk(file.fileno(), layout, unit) != manifest["units"][_unit_name(unit)]:
                         bad.append(unit)
 
-                run_units(_units(specs), check, os.cpu_count() or 1, None)
+                run_units(units_of(specs), check, os.cpu_count() or 1, None)
                 return not bad
         except (OSError, ValueError, KeyError, TypeError):
             return False
@@ -276,15 +277,6 @@ class _LayerWriter:
         name = _unit_name(unit)
         os.write(self._journal, (json.dumps([name, sums]) + "\n").encode())
         self._done[name] = sums
-
-
-def _units(specs: Sequence[StackedWeightSpec]) -> tuple[Unit, ...]:
-    layered = tuple(spec for spec in specs if spec.num_layers is not None)
-    layers = range(max((spec.num_layers or 0 for spec in layered), default=0))
-    return (
-        *(Unit(layer=None, specs=(spec,)) for spec in specs if spec.num_layers is None),
-        *(Unit(layer=layer, specs=layered) for layer in layers),
-    )
 
 
 def _unit_name(unit: Unit) -> str:

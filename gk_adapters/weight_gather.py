@@ -178,7 +178,7 @@ def _as_strides(indices: Ints, low: int) -> tuple[tuple[int, ...] | None, tuple[
         for a, (n, s) in enumerate(zip(extents, strides, strict=True))
     )
     box = tuple(slice(n) for n in extents)
-    if int(real.sum()) != math.prod(extents) or not np.array_equal(indices[box], grid):
+    if int(real.sum()) != math.prod(extents) or not real[box].all() or not np.array_equal(indices[box], grid):
         return None, ()
     return tuple(extents), tuple(strides)
 
@@ -326,6 +326,6 @@ def _tiles(columns: _AxisPlan) -> tuple[_Tile, ...]:
         where: tuple[Any, ...] = np.unravel_index(places, columns.shape)
         if len(where) == 1 and (np.diff(places) == 1).all():
             where = (slice(int(places[0]), int(places[-1]) + 1),)
-        pick = None if high - low == len(sources) else sources - low
+        pick = None if np.array_equal(sources, np.arange(low, high)) else sources - low
         tiles.append(_Tile(low=low, high=high, pick=pick, where=where))
     return tuple(tiles)

@@ -30,7 +30,7 @@ from gk_adapters.weight_gather import (
 )
 from gk_core.errors import CheckpointError
 from gk_core.ports import WeightInfo
-from gk_core.weight_parts import StackedWeightSpec
+from gk_core.weight_parts import StackedWeightSpec, WeightPart
 
 __all__ = [
     "MEMORY_BYTES",
@@ -40,8 +40,10 @@ __all__ = [
     "Unit",
     "build_stacks",
     "drain",
+    "num_threads",
     "plan_stacks",
     "run_units",
+    "units_of",
 ]
 
 Array = NDArray[Any]
@@ -183,31 +185,41 @@ def plan_stacks(
     wrong: list[str] = []
     parts: dict[str, tuple[PartPlan, ...]] = {}
     for spec in specs:
-        plans: dict[str, PartPlan] = {}
         for part in spec.parts:
-            dtypes = set()
-            for layer in spec.layers:
-                name = part.tensor_of_layer(layer)
-                info = infos.get(name)
-                if info is None:
-                    wrong.append(f"{name} is missing")
-                elif info.shape != part.source_shape:
-                    wrong.append(f"{name} must have shape {list(part.source_shape)}, got {list(info.shape)}")
-                elif info.dtype not in part.source_dtypes:
-                    wrong.append(f"{name} must be {' or '.join(part.source_dtypes)}, got {info.dtype}")
-                else:
-                    dtypes.add(info.dtype)
-            if dtypes:
-                plans[f"{part.tensor} {part.starts}"] = plan_part(spec, part, max(dtypes, key=_width), chunk_bytes)
-        parts[spec.name] = tuple(plans.values())
+            names = [part.tensor_of_layer(layer) for layer in spec.layers]
+            found = [_what_is_wrong(name, infos.get(name), part) for name in names]
+            wrong += [text for text in found if text]
+        if not wrong:
+            parts[spec.name] = tuple(plan_part(spec, p, _widest(infos, spec, p), chunk_bytes) for p in spec.parts)
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError("; ".join(wrong[:3]) + more)
+    return StackPlan(source=source, specs=tuple(specs), parts=parts, units=units_of(specs))
+
+
+def units_of(specs: Sequence[StackedWeightSpec]) -> tuple[Unit, ...]:
+    """Weights outside the layers one by one, then layer after layer."""
     layered = tuple(spec for spec in specs if spec.num_layers is not None)
     layers = range(max((spec.num_layers or 0 for spec in layered), default=0))
-    units = [Unit(layer=None, specs=(spec,)) for spec in specs if spec.num_layers is None]
-    units += [Unit(layer=layer, specs=layered) for layer in layers]
-    return StackPlan(source=source, specs=tuple(specs), parts=parts, units=tuple(units))
+    return (
+        *(Unit(layer=None, specs=(spec,)) for spec in specs if spec.num_layers is None),
+        *(Unit(layer=layer, specs=layered) for layer in layers),
+    )
+
+
+def _what_is_wrong(name: str, info: WeightInfo | None, part: WeightPart) -> str | None:
+    if info is None:
+        return f"{name} is missing"
+    if info.shape != part.source_shape:
+        return f"{name} must have shape {list(part.source_shape)}, got {list(info.shape)}"
+    if info.dtype not in part.source_dtypes:
+        return f"{name} must be {' or '.join(part.source_dtypes)}, got {info.dtype}"
+    return None
+
+
+def _widest(infos: Mapping[str, WeightInfo], spec: StackedWeightSpec, part: WeightPart) -> str:
+    """Layers may differ in dtype; what is in flight is bounded for the widest."""
+    return max((infos[part.tensor_of_layer(layer)].dtype for layer in spec.layers), key=_width)
 
 
 def _width(dtype: str) -> int:

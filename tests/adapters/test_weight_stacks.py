@@ -249,6 +249,30 @@ def test_literal_values_of_a_hand_made_expert() -> None:
     assert (up[1, 1], up[0, 0], float(up.sum())) == (1.5, 1.0, 96.5)
 
 
+@pytest.mark.parametrize(
+    "vector", [(0, PADDING, 0), (2, PADDING, 1), (PADDING, 0, 1), (0, 1, PADDING), (0, 2, PADDING)]
+)
+def test_padding_and_repeats_may_stand_anywhere_in_a_vector(vector: tuple[int, ...]) -> None:
+    """-1 must not be taken for a step of a stride, nor as many sources as their span for all of it."""
+    axis = SourceAxis(indices=vector, stack_axes=(0,), shape=(3,), rule="test")
+    other = SourceAxis(indices=(0, 1), stack_axes=(1,), shape=(2,), rule="test")
+    values = np.array([[5, 50], [6, 60], [7, 70]], np.float32)
+    for axes, source in (((axis, other), values), ((other, axis), values.T)):  # along rows, and transposed
+        part = WeightPart(
+            tensor="t", source_shape=source.shape, source_dtypes=("float32",), view=SourceView.STORED, axes=axes,
+            starts=(0, 0), rule=ValueRule(),
+        )  # fmt: skip
+        spec = StackedWeightSpec(name="w", layer_shape=(3, 2), num_layers=None, dtype="float32", parts=(part,))
+        stack = np.zeros((3, 2), np.float32)
+
+        def read(name: str, index: tuple[slice, ...], source: Array = source) -> Array:
+            view: Array = source[index]
+            return view
+
+        fill_part(plan_part(spec, part, "float32"), read, None, stack)
+        assert stack.tolist() == [[0.0, 0.0] if i == PADDING else [5.0 + i, 50.0 + 10 * i] for i in vector]
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_part_is_executed_as_its_vectors_say(data: st.DataObject) -> None:
