@@ -250,7 +250,7 @@ def test_literal_values_of_a_hand_made_expert() -> None:
 
 
 @pytest.mark.parametrize(
-    "vector", [(0, PADDING, 0), (2, PADDING, 1), (PADDING, 0, 1), (0, 1, PADDING), (0, 2, PADDING)]
+    "vector", [(0, PADDING, 0), (2, PADDING, 1), (PADDING, 0, 1), (0, 1, PADDING), (0, 2, PADDING), (0, 0, 2)]
 )
 def test_padding_and_repeats_may_stand_anywhere_in_a_vector(vector: tuple[int, ...]) -> None:
     """-1 must not be taken for a step of a stride, nor as many sources as their span for all of it."""
