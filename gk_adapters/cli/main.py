@@ -20,6 +20,7 @@ COMMANDS = {
     "weights": ("gk_adapters.cli.weights", "weights", "A rank's stacked weights: list or build them."),
     "check": ("gk_adapters.cli.check", "check", "Check peers, or a deployment's window boundaries."),
     "simulate": ("gk_adapters.cli.simulate", "simulate", "Run an NKI kernel in the simulator."),
+    "serve": ("gk_adapters.cli.serve", "serve", "Print and run the vLLM command of a prefill or decode server."),
     "proxy": ("gk_adapters.cli.proxy", "proxy", "One server in front of prefill and decode servers."),
 }
 
