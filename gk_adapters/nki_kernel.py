@@ -36,7 +36,9 @@ from gk_core.weight_layouts import PADDING, WeightLayout, hidden_order, padded_f
 __all__ = [
     "GigaArguments",
     "NkiDecodeKernel",
+    "giga_config",
     "giga_kernel",
+    "giga_weight_names",
     "nki_kernel_from_checkpoint",
     "scratch_slots",
     "simulate_mesh",
@@ -58,6 +60,11 @@ def giga_kernel() -> Any:
     with simulated_nki():
         from gk_kernels.giga_decode.entry import giga_decode
     return giga_decode
+
+
+def giga_weight_names() -> tuple[str, ...]:
+    """Stacks of the NKI weight layout, in the order in which the kernel takes them."""
+    return _WEIGHTS
 
 
 def scratch_slots(update_index: Array, block_size: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:

@@ -145,6 +145,8 @@ def spread_row(row: nl.NkiTensor, rows: int, constants: Constants, name: str) ->
     """A [1, n] HBM row on `rows` partitions, float32: read once and spread by the Tensor Engine."""
     n = row.shape[1]
     tile = load(row, nl.float32, f"{name}_row")
+    if rows == 1:
+        return tile
     out = nl.ndarray((rows, n), dtype=nl.float32, buffer=nl.sbuf, name=name)
     for first in range(0, n, COLUMNS):
         columns = min(COLUMNS, n - first)

@@ -12,11 +12,13 @@ from attrs import evolve, frozen
 from gk_adapters.nki_kernel import from_stored_order, nki_kernel_from_checkpoint, scratch_slots, to_stored_order
 from gk_adapters.torch_dtypes import array_of
 from gk_adapters.torch_model import TorchModel, load_torch_model
+from gk_adapters.torch_sampling import logits
 from gk_core.errors import LayoutError
 from gk_core.kernel_contract import DecodeCall
 from gk_core.kv_layout import KByteOrder
 from gk_core.kv_spec import KVDtype
 from gk_core.ports import DecodeKernel
+from gk_core.weight_layouts import ExpertFormat
 from tests.hf_models import make_hf_checkpoint
 from tests.torch_engines import TorchEngines, evict, make_engines, make_tables
 
@@ -133,3 +135,41 @@ def test_hidden_states_are_stored_in_quarters_and_padded() -> None:
     assert stored[0, [0, 1, 128, 129, 384]].tolist() == [1.0, 5.0, 2.0, 6.0, 4.0]
     assert float(stored.sum()) == float(hidden.sum())
     assert np.array_equal(from_stored_order(stored, 96), hidden)
+
+
+def _greedy(engines: TorchEngines, kernel: DecodeKernel[torch.Tensor], steps: int) -> list[list[int]]:
+    tables = make_tables(engines, len(PROMPTS), 512)
+    tokens = [[IDS[n]] for n in PROMPTS]
+    for step in range(steps):
+        rows = [(n + step, evict(t, n + step, 128)) for n, t in zip(PROMPTS, tables, strict=True)]
+        control = engines.control([rows[0], None, rows[1], rows[2]])
+        last = [t[-1] for t in tokens]
+        call = engines.builder.build(token_ids=(last[0], 0, last[1], last[2]), control=control)
+        best = logits(kernel.step(call=call), engines.model).argmax(dim=1).tolist()
+        for row, token in zip(tokens, (best[0], best[2], best[3]), strict=True):
+            row.append(token)
+    return tokens
+
+
+@pytest.mark.slow
+def test_greedy_tokens_over_64_steps_equal_the_torch_kernels(checkpoint: Checkpoint) -> None:
+    """Each kernel writes and reads its own cache; windows move over block borders on the way."""
+    ours, theirs = (_engines(checkpoint.model, KVDtype.FP32, KByteOrder.TOKEN_MAJOR) for _ in range(2))
+    kernel = nki_kernel_from_checkpoint(checkpoint.path)(ours.kernel.contract, checkpoint.model)
+    assert _greedy(ours, kernel, 64) == _greedy(theirs, theirs.kernel, 64)
+
+
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+def test_a_bfloat16_build_is_near_its_float32_self(checkpoint: Checkpoint, target: str) -> None:
+    """Relative error over all active rows; the measure is float32 torch, whose weights are not rounded either."""
+    narrow = load_torch_model(checkpoint.path, model_dtype="bfloat16")
+    ours = _engines(narrow, KVDtype.BF16, KByteOrder.TOKEN_MAJOR)
+    hidden = nki_kernel_from_checkpoint(checkpoint.path, target=target)(ours.kernel.contract, narrow).step(
+        call=_call(ours)
+    )
+    theirs = _engines(checkpoint.model, KVDtype.FP32, KByteOrder.TOKEN_MAJOR)
+    expected = theirs.kernel.step(call=_call(theirs))
+    error = float((hidden.float() - expected).norm() / expected.norm())
+    # MX matmuls quantise the experts' inputs to FP8, 3 mantissa bits, which is the larger error by far.
+    quantised = target == "trn3" and checkpoint.model.config.expert_format is ExpertFormat.MXFP4
+    assert error <= (4e-2 if quantised else 2e-2)
