@@ -223,12 +223,13 @@ class WeightCache:
         try:
             with _disk_full_is_capacity(self.directory, layout.size):
                 _reserve(fd, layout)
-                todo = [unit for unit in plan.units if _unit_name(unit) not in done]
-                buffer_bytes = max((unit.num_bytes for unit in todo), default=1)
-                workers = num_threads(threads, memory_bytes, buffer_bytes + plan.source_bytes)
                 writer = _LayerWriter(plan, layout, fd, journal, done)
-                finished = sum(unit.num_bytes for unit in plan.units) - sum(unit.num_bytes for unit in todo)
-                run_units(todo, writer.write, workers, progress, finished)
+                for units in _alike(plan.units):
+                    todo = [unit for unit in units if _unit_name(unit) not in done]
+                    each = max((unit.num_bytes for unit in todo), default=0) + plan.source_bytes
+                    finished = sum(unit.num_bytes for unit in plan.units if _unit_name(unit) in done)
+                    total = sum(unit.num_bytes for unit in plan.units)
+                    run_units(todo, writer.write, num_threads(threads, memory_bytes, each), progress, finished, total)
                 os.fsync(fd)
         finally:
             os.close(journal)
@@ -243,11 +244,11 @@ class WeightCache:
         _sync_directory(partial)
         entry = self.entry(key)
         if entry.exists():
-            spoiled = self.directory / f"{key}.spoiled-{os.getpid()}"
-            entry.rename(spoiled)
-            shutil.rmtree(spoiled, ignore_errors=True)
+            entry.rename(self.directory / f"{key}.spoiled-{os.getpid()}")
         partial.rename(entry)
         _sync_directory(self.directory)
+        for spoiled in self.directory.glob(f"{key}.spoiled-*"):
+            shutil.rmtree(spoiled, ignore_errors=True)
         (entry / _JOURNAL).unlink(missing_ok=True)
 
 
@@ -277,6 +278,11 @@ class _LayerWriter:
         name = _unit_name(unit)
         os.write(self._journal, (json.dumps([name, sums]) + "\n").encode())
         self._done[name] = sums
+
+
+def _alike(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+    """Weights outside the layers, then layers: buffers of one kind are alike in size, so memory allows as many."""
+    return [unit for unit in units if unit.layer is None], [unit for unit in units if unit.layer is not None]
 
 
 def _unit_name(unit: Unit) -> str:

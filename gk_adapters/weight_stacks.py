@@ -265,10 +265,19 @@ def num_threads(threads: int | None, memory_bytes: int, bytes_per_thread: int) -
 
 
 def run_units(
-    units: Sequence[Unit], work: Callable[[Unit], None], threads: int, progress: Progress | None, bytes_done: int = 0
+    units: Sequence[Unit],
+    work: Callable[[Unit], None],
+    threads: int,
+    progress: Progress | None,
+    bytes_done: int = 0,
+    bytes_total: int | None = None,
 ) -> None:
-    """Work through units on threads; the first error stops those not begun and is raised."""
-    total = bytes_done + sum(unit.num_bytes for unit in units)
+    """Work through units on threads; the first error stops those not begun and is raised.
+
+    Args:
+        bytes_done, bytes_total: what was done before, and what there is in all, when these units are not all.
+    """
+    total = sum(unit.num_bytes for unit in units) if bytes_total is None else bytes_total
     failed = threading.Event()
 
     def guarded(unit: Unit) -> None:

@@ -150,6 +150,7 @@ def test_a_spoiled_entry_is_found_out_and_built_anew(
     key = cache.build(small, SPECS)
     assert cache.is_good(key, SPECS)
     spoil(cache.entry(key))
+    (cache.directory / f"{key}.spoiled-1").mkdir()  # as a killed process leaves it
     assert not cache.is_good(key, SPECS)
     assert same(cache.load_or_build(small, SPECS), build_stacks(small, SPECS))
     assert sorted(p.name for p in cache.directory.iterdir()) == [key, f"{key}.lock"]
