@@ -22,7 +22,7 @@ import torch
 from attrs import evolve
 
 from gk_adapters.torch_decode_plan import KindPlan, StepPlan, plan_step
-from gk_adapters.torch_kv import KVCodec
+from gk_adapters.torch_kv import BoundHalf, KVCodec
 from gk_adapters.torch_layers import LayerWeights, layer_views
 from gk_adapters.torch_math import apply_rope, attend, project, rms_norm, rope_factors
 from gk_adapters.torch_moe import experts_forward, route
@@ -30,12 +30,12 @@ from gk_core.errors import LayoutError, UnsupportedError
 from gk_core.kernel_contract import DecodeCall, KernelContract, KVScales, check_decode_call
 from gk_core.kv_layout import KVHalf
 from gk_core.kv_spec import KVDtype
-from gk_core.model_geometry import AttentionKind, ModelGeometry, buffer_of_layer, require_gk_geometry
+from gk_core.model_geometry import AttentionKind, ModelGeometry, require_gk_geometry
 from gk_core.ports import DecodeKernel
 
 __all__ = ["TorchDecodeKernel"]
 
-KVPair = tuple[torch.Tensor, torch.Tensor]
+KVPair = tuple[BoundHalf, BoundHalf]
 
 
 class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
@@ -62,7 +62,6 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
         if stored.dtype is KVDtype.FP8_E4M3:
             stored = evolve(stored, dtype=KVDtype.FP8_E4M3FN)
         self._checked_contract = evolve(contract, layout=stored)
-        self._codecs: dict[torch.dtype, KVCodec] = {}
         self._seen: tuple[object, ...] | None = None
         self._bound: _Bound | None = None
         self._lock = threading.Lock()
@@ -102,9 +101,9 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
         geometry = self.geometry
         for layer_id, weights in enumerate(bound.layers):
             kind = plan.sliding if geometry.attention_kinds[layer_id] is AttentionKind.SLIDING else plan.full
-            kv = bound.kv[buffer_of_layer(layer_id)]
+            kv = bound.kv[layer_id // 2]
             normed = rms_norm(x, weights.input_norm, geometry.rms_norm_eps)
-            x = x + self._attention(normed, weights, kind, factors, kv, scales, clean=clean)
+            x = x + self._attention(normed, weights, kind, factors, kv, bound.codec, scales, clean=clean)
             normed = rms_norm(x, weights.post_norm, geometry.rms_norm_eps)
             ids, shares = route(normed, weights.router, weights.router_bias, geometry.experts_per_token)
             x = x + experts_forward(
@@ -119,6 +118,7 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
         plan: KindPlan,
         factors: tuple[torch.Tensor, torch.Tensor],
         kv: KVPair,
+        codec: KVCodec,
         scales: KVScales,
         *,
         clean: bool,
@@ -128,42 +128,14 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
         qkv = project(x, weights.qkv, weights.qkv_bias).view(rows, -1, d)
         rotated = apply_rope(qkv[:, :-heads], factors)
         q, k_new, v_new = rotated[:, :-heads], rotated[:, -heads:], qkv[:, -heads:]
-        codec = self._codec(x.dtype)
-        k = self._keys(codec, KVHalf.K, kv[0], codec.encode(k_new, scales.k), plan, clean=clean)
-        v = self._keys(codec, KVHalf.V, kv[1], codec.encode(v_new, scales.v), plan, clean=clean)
+        k = _keys(codec, kv[0], codec.encode(k_new, scales.k), plan, clean=clean)
+        v = _keys(codec, kv[1], codec.encode(v_new, scales.v), plan, clean=clean)
         out = attend(
-            q.reshape(rows, heads, -1, d), k, v, mask=plan.mask, sink=weights.sink, softmax_scale=scales.k * d**-0.5
+            q.view(rows, heads, -1, d), k, v, mask=plan.mask, sink=weights.sink, softmax_scale=scales.k * d**-0.5
         )
         if scales.v != 1.0:
             out = out * scales.v
         return project(out.reshape(rows, -1), weights.out, weights.out_bias)
-
-    def _keys(
-        self,
-        codec: KVCodec,
-        half: KVHalf,
-        buffer: torch.Tensor,
-        new: torch.Tensor,
-        plan: KindPlan,
-        *,
-        clean: bool,
-    ) -> torch.Tensor:
-        """Write this step's K (or V), then read what each row attends to: [a, h, S, d]."""
-        if len(plan.blocks):
-            codec.write(buffer, half, plan.blocks, plan.offsets, new if plan.written is None else new[plan.written])
-        read = codec.gather(buffer, half, plan.head_blocks, plan.num_blocks).view(
-            new.shape[0], new.shape[1], -1, new.shape[2]
-        )
-        if clean:
-            read = read.masked_fill(~plan.valid, 0.0)
-        if plan.own is not None:
-            read[plan.own.rows, :, plan.own.positions] = codec.decode(new[plan.own.rows])
-        return read
-
-    def _codec(self, dtype: torch.dtype) -> KVCodec:
-        if dtype not in self._codecs:
-            self._codecs[dtype] = KVCodec(self.contract.layout, dtype)
-        return self._codecs[dtype]
 
     def _bind(self, call: DecodeCall[torch.Tensor]) -> _Bound:
         """Check the call where it differs in shape, or in weights and cache, from the last one."""
@@ -176,20 +148,31 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
             return self._bound
 
 
+def _keys(codec: KVCodec, half: BoundHalf, new: torch.Tensor, plan: KindPlan, *, clean: bool) -> torch.Tensor:
+    """Write this step's K (or V) [a, h, d], then read what each row attends to: [a, h, S, d]."""
+    if len(plan.places):
+        codec.write(half, plan.places, new if plan.written is None else new[plan.written])
+    rows, heads, d = new.shape
+    read = codec.gather(half, plan.head_blocks, plan.num_blocks).view(rows, heads, -1, d)
+    if clean:
+        read = read.masked_fill(~plan.valid, 0.0)
+    if plan.own is not None:
+        read[plan.own.rows, :, plan.own.positions] = codec.decode(new[plan.own.rows])
+    return read
+
+
 class _Bound:
     """Views of the weights and the cache, and the tensors themselves so that their ids stay theirs."""
 
     def __init__(self, call: DecodeCall[torch.Tensor], contract: KernelContract, geometry: ModelGeometry) -> None:
         self.keep = _tensors(call.weights, call)
         self.layers = layer_views(call.weights, contract, geometry, call.rank)
-        if call.per_buffer_kv is not None:
-            self.kv = list(zip(call.per_buffer_kv.k, call.per_buffer_kv.v, strict=True))
-        else:
-            assert call.stacked_kv is not None  # check_decode_call demands one of the two
-            self.kv = list(zip(call.stacked_kv.k, call.stacked_kv.v, strict=True))
-        for k, v in self.kv:
-            if not (k.is_contiguous() and v.is_contiguous()):
-                raise LayoutError("K and V of a buffer must each be contiguous; pass the halves of a group buffer")
+        self.codec = KVCodec(contract.layout, call.hidden.dtype)
+        kv = call.per_buffer_kv or call.stacked_kv
+        assert kv is not None  # check_decode_call demands one of the two
+        self.kv = [
+            (self.codec.bind(k, KVHalf.K), self.codec.bind(v, KVHalf.V)) for k, v in zip(kv.k, kv.v, strict=True)
+        ]
 
 
 def _tensors(weights: Mapping[str, torch.Tensor], call: DecodeCall[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -44,7 +44,7 @@ class KindPlan:
         mask: [a, 1, 1, S], 0 or a large negative number.
         valid: [a, 1, S, 1] bool, keys that may be read.
         written: indices into the active rows that write, None when all do.
-        blocks, offsets: where those rows' K and V go.
+        places: where those rows' K and V go, see `KVCodec.write`.
         own: rows that write nothing, None when there are none.
     """
 
@@ -53,8 +53,7 @@ class KindPlan:
     mask: torch.Tensor
     valid: torch.Tensor
     written: torch.Tensor | None
-    blocks: torch.Tensor
-    offsets: torch.Tensor
+    places: torch.Tensor
     own: OwnToken | None
 
 
@@ -142,7 +141,8 @@ def _plan_kind(reads: _Reads, layout: KVLayout, dtype: torch.dtype) -> KindPlan:
     valid = (key >= reads.start[:, None]) & (key <= reads.position[:, None])
     mask = torch.from_numpy(np.where(valid, np.float32(0), np.float32(MASKED))).to(dtype)
     written = np.flatnonzero(writes)
-    slots = reads.slot[written]
+    slots = reads.slot[written][:, None]
+    places = (slots // block_size * layout.num_kv_heads + heads) * block_size + slots % block_size
     own = np.flatnonzero(~writes)
     return KindPlan(
         num_blocks=width,
@@ -150,8 +150,7 @@ def _plan_kind(reads: _Reads, layout: KVLayout, dtype: torch.dtype) -> KindPlan:
         mask=mask[:, None, None, :],
         valid=torch.from_numpy(valid)[:, None, :, None],
         written=None if len(written) == len(writes) else torch.from_numpy(written),
-        blocks=torch.from_numpy(slots // block_size),
-        offsets=torch.from_numpy(slots % block_size),
+        places=torch.from_numpy(places.reshape(-1)),
         own=OwnToken(rows=torch.from_numpy(own), positions=torch.from_numpy(reads.position[own])) if len(own) else None,
     )
 

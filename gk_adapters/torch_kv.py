@@ -16,11 +16,11 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from gk_adapters.torch_dtypes import array_of, kv_torch_dtype
-from gk_core.errors import UnsupportedError
+from gk_core.errors import LayoutError, UnsupportedError
 from gk_core.kernel_contract import PerBufferKV, StackedKV
 from gk_core.kv_layout import KByteOrder, KVHalf, KVLayout
 
-__all__ = ["KVCodec", "allocate_group_buffers", "per_buffer_kv", "stacked_kv"]
+__all__ = ["BoundHalf", "KVCodec", "allocate_group_buffers", "per_buffer_kv", "stacked_kv"]
 
 _ITEM_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -47,6 +47,21 @@ def stacked_kv(layout: KVLayout) -> StackedKV[torch.Tensor]:
 
 def _k_view(half: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     return half.view(layout.packed_k_shape) if layout.k_byte_order is KByteOrder.PAIR_PACKED else half
+
+
+@frozen(kw_only=True, eq=False)
+class BoundHalf:
+    """A K or V tensor as rows of integers of its item size.
+
+    Attributes:
+        head_blocks: [B * h, n * d].
+        tokens: [B * h * n, d], or pairs [B * h * n / 2, d, 2] of packed K.
+        packed: whether it is packed K.
+    """
+
+    head_blocks: torch.Tensor
+    tokens: torch.Tensor
+    packed: bool
 
 
 class KVCodec:
@@ -86,30 +101,46 @@ class KVCodec:
         pairs = array_of(stored.contiguous().view(torch.uint8)).view(np.uint16)
         return _from_array(np.take(self._fp8.both, pairs), self.compute_dtype).view(stored.shape)
 
-    def write(
-        self, buffer: torch.Tensor, half: KVHalf, blocks: torch.Tensor, offsets: torch.Tensor, stored: torch.Tensor
-    ) -> None:
-        """Put tokens [r, h, d] at (block, offset) of a K or V tensor; every other byte stays as it is.
+    def bind(self, buffer: torch.Tensor, half: KVHalf) -> BoundHalf:
+        """Views of one K or V tensor for `write` and `gather`, made once.
+
+        Raises:
+            LayoutError: the tensor is not contiguous.
+        """
+        if not buffer.is_contiguous():
+            raise LayoutError("K and V of a buffer must each be contiguous; pass the halves of a group buffer")
+        layout = self.layout
+        raw = buffer.view(self._item)
+        packed = half is KVHalf.K and self._packed
+        return BoundHalf(
+            head_blocks=raw.view(layout.num_blocks * layout.num_kv_heads, -1),
+            tokens=raw.view(-1, layout.head_size, 2) if packed else raw.view(-1, layout.head_size),
+            packed=packed,
+        )
+
+    def write(self, bound: BoundHalf, places: torch.Tensor, stored: torch.Tensor) -> None:
+        """Put tokens [r, h, d] at their places; every other byte stays as it is.
 
         In packed K the neighbour of a pair keeps its lane.
-        """
-        target, value = buffer.view(self._item), stored.view(self._item)
-        if half is KVHalf.K and self._packed:
-            target[blocks, :, offsets // 2, :, offsets % 2] = value
-        else:
-            target[blocks, :, offsets] = value
 
-    def gather(self, buffer: torch.Tensor, half: KVHalf, head_blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        Args:
+            places: [r * h] indices (block * h + head) * n + offset, by row, then head.
+        """
+        value = stored.view(self._item).reshape(-1, self.layout.head_size)
+        if bound.packed:
+            bound.tokens[places // 2, :, places % 2] = value
+        else:
+            bound.tokens.index_copy_(0, places, value)
+
+    def gather(self, bound: BoundHalf, head_blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
         """Whole blocks in token order and the compute dtype: [rows * h, num_blocks * n, d].
 
         Args:
             head_blocks: [rows * h * num_blocks] indices block * h + head, by row, then head, then logical block.
         """
-        layout = self.layout
-        flat = buffer.view(self._item).view(layout.num_blocks * layout.num_kv_heads, -1)
-        taken = flat.index_select(0, head_blocks)
-        shape = (-1, num_blocks * layout.block_size, layout.head_size)
-        if half is KVHalf.K and self._packed:
+        shape = (-1, num_blocks * self.layout.block_size, self.layout.head_size)
+        taken = bound.head_blocks.index_select(0, head_blocks)
+        if bound.packed:
             return self._decode_packed(taken).view(shape)
         return self.decode(taken.view(self._storage_dtype)).view(shape)
 

@@ -72,21 +72,20 @@ def _experts(w: Mapping[str, torch.Tensor], first: int, num_experts: int) -> Exp
     gate_up = w["expert_gate_up_weights"]
     gate_up_scale, down_scale = w.get("expert_gate_up_weights_scale"), w.get("expert_down_weights_scale")
     return Experts(
-        gate_up=gate_up.unbind(0),
-        gate_up_joined=None if gate_up_scale is not None else _joined(gate_up),
+        gate_up=(gate_up if gate_up_scale is not None else _joined(gate_up)).unbind(0),
         gate_up_scale=None if gate_up_scale is None else gate_up_scale.unbind(0),
-        gate_up_bias=w["expert_gate_up_bias"].flatten(1).unbind(0),
+        gate_up_bias=w["expert_gate_up_bias"].flatten(1),
         down=w["expert_down_weights"].unbind(0),
         down_scale=None if down_scale is None else down_scale.unbind(0),
-        down_bias=w["expert_down_bias"].unbind(0),
+        down_bias=w["expert_down_bias"],
         first=first,
         num_experts=num_experts,
     )
 
 
-def _joined(gate_up: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """[X, 2, H, I] as one [H, 2I] matrix per expert, where memory is [X, 2, I, H]; that view copies nothing."""
+def _joined(gate_up: torch.Tensor) -> torch.Tensor:
+    """[X, 2, H, I] as [X, H, 2I] where memory is [X, 2, I, H], which copies nothing; else as it is."""
     experts, _, hidden, inter = gate_up.shape
     if gate_up.stride() != (2 * hidden * inter, hidden * inter, 1, hidden):
-        return None
-    return gate_up.transpose(2, 3).view(experts, 2 * inter, hidden).transpose(1, 2).unbind(0)
+        return gate_up
+    return gate_up.transpose(2, 3).view(experts, 2 * inter, hidden).transpose(1, 2)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gk_core.model_geometry import YarnRope
 
-__all__ = ["apply_rope", "attend", "project", "rms_norm", "rope_factors", "rope_tables"]
+__all__ = ["add_product", "apply_rope", "attend", "project", "rms_norm", "rope_factors", "rope_tables"]
 
 MASKED = -1e30
 """Added to the score of a key that must not be read: its weight is exactly 0, and no inf - inf can arise."""
@@ -66,12 +66,19 @@ def apply_rope(x: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor]) -> t
     return torch.addcmul(halves * same, halves.flip(2), crossed).flatten(-2)
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """x [T, K] @ weight [K, N] + bias [N]. One token with weights that lie [N, K] in memory goes as matrix-vector."""
     if x.shape[0] == 1 and weight.stride(0) == 1:
-        target = None if out is None else out[0]
-        return torch.addmv(bias, weight.t(), x[0], out=target).unsqueeze(0)
-    return torch.addmm(bias, x, weight, out=out)
+        return torch.addmv(bias, weight.t(), x[0]).unsqueeze(0)
+    return torch.addmm(bias, x, weight)
+
+
+def add_product(target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """target [T, N] += x [T, K] @ weight [K, N], in the same two ways."""
+    if x.shape[0] == 1 and weight.stride(0) == 1:
+        target[0].addmv_(weight.t(), x[0])
+    else:
+        target.addmm_(x, weight)
 
 
 def attend(

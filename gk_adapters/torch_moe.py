@@ -1,7 +1,7 @@
 """Router and experts in torch: only the experts that tokens were routed to are computed.
 
-Dims: T tokens, H hidden, I intermediate, E experts, X experts of this rank, k experts per token, P = T * k (or those
-of them that fall on this rank) token-expert pairs.
+Dims: T tokens, H hidden, I intermediate, E experts, X experts of this rank, k experts per token, P token-expert pairs
+on this rank (T * k on a single one).
 
 Source: openai/gpt-oss, gpt_oss/torch/model.py, MLPBlock and swiglu.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from gk_adapters.torch_math import project
+from gk_adapters.torch_math import add_product, project
 
 __all__ = ["Experts", "dequantise_rows", "experts_forward", "route", "swiglu"]
 
@@ -55,87 +55,113 @@ def dequantise_rows(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     return values.mul_(scale).flatten(-2)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False)
 class Experts:
-    """One layer's experts of this rank, as views of the stacks.
+    """One layer's experts of this rank, as views of the stacks, taken apart once and not per step.
 
     Attributes:
-        gate_up: [2, K, I] per expert, float; or MXFP4 bytes [2, I, K / 2].
-        gate_up_joined: [K, 2I] per expert where memory allows that view; else None.
+        gate_up: [K, 2I] per expert, or gate and up [2, K, I] where memory allows no such view; or MXFP4 bytes
+            [2, I, K / 2].
         gate_up_scale: [2, I, K / 32] per expert; None for float experts.
-        gate_up_bias: [2I] per expert, +1 folded into up.
+        gate_up_bias: [X, 2I], +1 folded into up.
         down: [I, H] per expert, float; or MXFP4 bytes [H, I / 2].
         down_scale: [H, I / 32] per expert; None for float experts.
-        down_bias: [H] per expert.
+        down_bias: [X, H].
         first: id of this rank's first expert.
         num_experts: of the whole model.
     """
 
     gate_up: tuple[torch.Tensor, ...]
-    gate_up_joined: tuple[torch.Tensor, ...] | None
     gate_up_scale: tuple[torch.Tensor, ...] | None
-    gate_up_bias: tuple[torch.Tensor, ...]
+    gate_up_bias: torch.Tensor
     down: tuple[torch.Tensor, ...]
     down_scale: tuple[torch.Tensor, ...] | None
-    down_bias: tuple[torch.Tensor, ...]
+    down_bias: torch.Tensor
     first: int
     num_experts: int
 
-    @property
-    def local(self) -> int:
-        """X."""
-        return len(self.down)
+    def gate_up_of(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """[K, 2I] (or [2, K, I]) of one local expert."""
+        if self.gate_up_scale is None:
+            return self.gate_up[expert]
+        return dequantise_rows(self.gate_up[expert], self.gate_up_scale[expert], dtype).flatten(0, 1).t()
+
+    def down_of(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """[I, H] of one local expert."""
+        if self.down_scale is None:
+            return self.down[expert]
+        return dequantise_rows(self.down[expert], self.down_scale[expert], dtype).t()
 
 
 def experts_forward(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts, *, alpha: float, limit: float
+    x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, experts: Experts, *, alpha: float, limit: float
 ) -> torch.Tensor:
     """Weighted sum [T, H] over each token's experts that live on this rank; the down bias is weighted too."""
-    tokens, top_k = ids.shape
+    pairs = _local_pairs(ids, experts)
+    if pairs is None:
+        return torch.zeros_like(x)
+    rows = x.expand(pairs.count, -1) if x.shape[0] == 1 else x.index_select(0, pairs.tokens)
+
+    gate_up = experts.gate_up_bias.index_select(0, pairs.experts).to(x.dtype)
+    for expert, start, end in pairs.segments:
+        _add_gate_up(gate_up[start:end], rows[start:end], experts.gate_up_of(expert, x.dtype))
+    hidden = swiglu(gate_up, alpha, limit)
+    out = experts.down_bias.index_select(0, pairs.experts).to(x.dtype)
+    for expert, start, end in pairs.segments:
+        add_product(out[start:end], hidden[start:end], experts.down_of(expert, x.dtype))
+
+    shares = shares.to(x.dtype)
+    if x.shape[0] == 1:
+        return shares.index_select(1, pairs.order) @ out
+    spread = torch.zeros if pairs.count < ids.numel() else torch.empty
+    by_token = spread(ids.numel(), x.shape[1], dtype=x.dtype)
+    by_token.index_copy_(0, pairs.order, out)
+    return torch.bmm(shares.unsqueeze(1), by_token.view(*ids.shape, -1)).squeeze(1)
+
+
+@frozen(kw_only=True, eq=False)
+class _Pairs:
+    """Token-expert pairs of this rank, sorted by expert.
+
+    Attributes:
+        order: index of each pair among all T * k.
+        tokens: its token.
+        experts: its expert, counted from this rank's first.
+        segments: (local expert, first pair, end).
+        count: P.
+    """
+
+    order: torch.Tensor
+    tokens: torch.Tensor
+    experts: torch.Tensor
+    segments: list[tuple[int, int, int]]
+    count: int
+
+
+def _local_pairs(ids: torch.Tensor, experts: Experts) -> _Pairs | None:
     flat = ids.flatten().numpy()
     local = flat - experts.first
     order = np.argsort(flat, kind="stable")
-    order = order[(local[order] >= 0) & (local[order] < experts.local)]
+    if len(experts.down) < experts.num_experts:
+        order = order[(local[order] >= 0) & (local[order] < len(experts.down))]
     if not len(order):
-        return torch.zeros_like(x)
+        return None
     sorted_ids = local[order]
-    bounds = [0, *(np.flatnonzero(np.diff(sorted_ids)) + 1).tolist(), len(order)]
-    index = torch.from_numpy(order)
-    rows = x.expand(len(order), -1) if tokens == 1 else x.index_select(0, index // top_k)
+    bounds = [0, *(np.flatnonzero(sorted_ids[1:] != sorted_ids[:-1]) + 1).tolist(), len(order)]
+    tokens = order // ids.shape[1]
     segments = [(int(sorted_ids[s]), s, e) for s, e in pairwise(bounds)]
-
-    intermediate = experts.gate_up_bias[0].shape[0] // 2
-    gate_up = torch.empty(len(order), 2 * intermediate, dtype=x.dtype)
-    for expert, s, e in segments:
-        _gate_up(rows[s:e], experts, expert, gate_up[s:e])
-    hidden = swiglu(gate_up, alpha, limit)
-    out = torch.empty(len(order), x.shape[1], dtype=x.dtype)
-    for expert, s, e in segments:
-        project(hidden[s:e], _down(experts, expert, x.dtype), experts.down_bias[expert], out=out[s:e])
-
-    if len(order) < tokens * top_k:
-        spread = torch.zeros(tokens * top_k, x.shape[1], dtype=x.dtype)
-    else:
-        spread = torch.empty(tokens * top_k, x.shape[1], dtype=x.dtype)
-    spread[index] = out
-    return torch.bmm(weights.unsqueeze(1).to(x.dtype), spread.view(tokens, top_k, -1)).squeeze(1)
+    return _Pairs(
+        order=torch.from_numpy(order),
+        tokens=torch.from_numpy(tokens),
+        experts=torch.from_numpy(sorted_ids),
+        segments=segments,
+        count=len(order),
+    )
 
 
-def _gate_up(x: torch.Tensor, experts: Experts, expert: int, out: torch.Tensor) -> None:
-    bias = experts.gate_up_bias[expert]
-    if experts.gate_up_scale is not None:
-        matrix = dequantise_rows(experts.gate_up[expert], experts.gate_up_scale[expert], x.dtype)
-        project(x, matrix.flatten(0, 1).t(), bias, out=out)
-    elif experts.gate_up_joined is not None:
-        project(x, experts.gate_up_joined[expert], bias, out=out)
-    else:
-        half = bias.shape[0] // 2
-        for part in (0, 1):
-            columns = slice(part * half, (part + 1) * half)
-            out[:, columns] = project(x, experts.gate_up[expert][part], bias[columns])
-
-
-def _down(experts: Experts, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    if experts.down_scale is None:
-        return experts.down[expert]
-    return dequantise_rows(experts.down[expert], experts.down_scale[expert], dtype).t()
+def _add_gate_up(target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    if weight.dim() == 2:
+        add_product(target, x, weight)
+        return
+    for columns, matrix in zip(target.chunk(2, dim=1), weight, strict=True):
+        columns += x @ matrix

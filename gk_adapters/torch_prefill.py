@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gk_adapters.torch_kv import KVCodec, per_buffer_kv
+from gk_adapters.torch_kv import BoundHalf, KVCodec, per_buffer_kv
 from gk_adapters.torch_layers import LayerWeights, views_of_layers
 from gk_adapters.torch_math import MASKED, apply_rope, attend, project, rms_norm, rope_factors, rope_tables
 from gk_adapters.torch_model import TorchModel
@@ -63,8 +63,9 @@ class TorchPrefillModel(PrefillModel):
             raise LayoutError(f"max_chunk_tokens must be >= 1, got {max_chunk_tokens}")
         self._model = model
         self._layout = layout
-        self._kv = per_buffer_kv(buffers, layout)
-        self._codec = KVCodec(layout, model.dtype)
+        self._codec = codec = KVCodec(layout, model.dtype)
+        kv = per_buffer_kv(buffers, layout)
+        self._kv = [(codec.bind(k, KVHalf.K), codec.bind(v, KVHalf.V)) for k, v in zip(kv.k, kv.v, strict=True)]
         self._layers = views_of_layers(model.stacks, geometry, model.mesh, model.rank)
         self._max_chunk_tokens = max_chunk_tokens
 
@@ -157,8 +158,9 @@ class TorchPrefillModel(PrefillModel):
         qkv = project(x, weights.qkv, weights.qkv_bias).view(tokens, -1, d)
         rotated = apply_rope(qkv[:, :-heads], factors)
         q = rotated[:, :-heads].view(tokens, heads, -1, d).permute(1, 2, 0, 3)  # [h, g, T, d]
-        k = self._keys(KVHalf.K, self._kv.k[buffer], self._codec.encode(rotated[:, -heads:], scales.k), plan)
-        v = self._keys(KVHalf.V, self._kv.v[buffer], self._codec.encode(qkv[:, -heads:], scales.v), plan)
+        k_half, v_half = self._kv[buffer]
+        k = self._keys(k_half, self._codec.encode(rotated[:, -heads:], scales.k), plan)
+        v = self._keys(v_half, self._codec.encode(qkv[:, -heads:], scales.v), plan)
         out = attend(
             q,
             k[:, None].expand(-1, q.shape[1], -1, -1),
@@ -171,13 +173,13 @@ class TorchPrefillModel(PrefillModel):
             out = out * scales.v
         return project(out.permute(2, 0, 1, 3).reshape(tokens, -1), weights.out, weights.out_bias)
 
-    def _keys(self, half: KVHalf, buffer: torch.Tensor, new: torch.Tensor, plan: _ChunkPlan) -> torch.Tensor:
+    def _keys(self, half: BoundHalf, new: torch.Tensor, plan: _ChunkPlan) -> torch.Tensor:
         """Write the chunk's K (or V) where it has blocks; return prior and own keys [h, m + T, d]."""
-        self._codec.write(buffer, half, plan.blocks, plan.offsets, new[plan.written])
+        self._codec.write(half, plan.places, new[plan.written])
         own = self._codec.decode(new).transpose(0, 1)
         if not plan.num_prior:
             return own
-        prior = self._codec.gather(buffer, half, plan.head_blocks, plan.num_blocks)
+        prior = self._codec.gather(half, plan.head_blocks, plan.num_blocks)
         return torch.cat((prior[:, plan.skip : plan.skip + plan.num_prior], own), dim=1)
 
 
@@ -192,8 +194,9 @@ class _ChunkPlan:
         block_ids = torch.tensor(table.block_ids)
         blocks = block_ids[positions // block_size]
         self.written = torch.nonzero(blocks != NULL_BLOCK_ID)[:, 0]
-        self.blocks = blocks[self.written]
-        self.offsets = positions[self.written] % block_size
+        offsets = (positions % block_size)[self.written, None]
+        heads_of = blocks[self.written, None] * heads + torch.arange(heads)
+        self.places = (heads_of * block_size + offsets).flatten()
         oldest = 0 if sliding_window is None else max(start - sliding_window + 1, 0)
         first = oldest // block_size
         prior = block_ids[first : -(-start // block_size)]

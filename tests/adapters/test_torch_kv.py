@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gk_adapters.torch_kv import KVCodec, allocate_group_buffers, per_buffer_kv, stacked_kv
-from gk_core.errors import UnsupportedError
+from gk_core.errors import LayoutError, UnsupportedError
 from gk_core.kv_layout import KByteOrder, KVHalf, KVLayout, byte_address
 from gk_core.kv_spec import KVDtype
 
@@ -22,6 +22,13 @@ def make_layout(
         num_layers=3, num_blocks=5, num_kv_heads=3, block_size=block_size, head_size=head_size, dtype=dtype,
         k_byte_order=order,
     )  # fmt: skip
+
+
+def write(codec: KVCodec, buffer: torch.Tensor, half: KVHalf, block: int, token: int, stored: torch.Tensor) -> None:
+    """One token [1, h, d] into one slot."""
+    layout = codec.layout
+    heads = torch.arange(layout.num_kv_heads)
+    codec.write(codec.bind(buffer, half), (block * layout.num_kv_heads + heads) * layout.block_size + token, stored)
 
 
 def fp8_codec(dtype: KVDtype = KVDtype.FP8_E4M3FN) -> KVCodec:
@@ -75,7 +82,7 @@ def test_packed_k_pairs_tokens_2p_and_2p_plus_1() -> None:
     for token in range(4):
         values = torch.tensor([2 * token, 2 * token + 1], dtype=torch.uint8).view(torch.float8_e4m3fn)
         stored = values.expand(1, 3, 2).contiguous()
-        codec.write(k, KVHalf.K, torch.tensor([2]), torch.tensor([token]), stored)
+        write(codec, k, KVHalf.K, 2, token, stored)
     raw = k.view(torch.uint8)
     assert raw[2, 0].flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert raw[2, 1, 1, 0, 1] == 6  # token 3, dim 0
@@ -89,7 +96,7 @@ def test_a_packed_write_keeps_the_other_tokens_lane() -> None:
     k = per_buffer_kv(allocate_group_buffers(layout), layout).k[1]
     k.view(torch.uint8).fill_(0x55)
     before = k.view(torch.uint8).clone()
-    codec.write(k, KVHalf.K, torch.tensor([4]), torch.tensor([2]), codec.encode(torch.ones(1, 3, 2), 1.0))
+    write(codec, k, KVHalf.K, 4, 2, codec.encode(torch.ones(1, 3, 2), 1.0))
     changed = (k.view(torch.uint8) != before).nonzero().tolist()
     assert changed == [[4, head, 1, dim, 0] for head in range(3) for dim in range(2)]
 
@@ -121,7 +128,7 @@ def test_every_byte_lands_at_the_address_that_the_layout_gives(layout: KVLayout,
     stored = codec.encode(values.view(1, layout.num_kv_heads, layout.head_size), 1.0)
     index = layer // 2
     target = (kv.k if half is KVHalf.K else kv.v)[index]
-    codec.write(target, half, torch.tensor([block]), torch.tensor([token]), stored)
+    write(codec, target, half, block, token, stored)
     flat = [b.view(torch.uint8).flatten() for b in buffers]
     size = layout.dtype.itemsize
     for head, dim in itertools.product(range(layout.num_kv_heads), range(layout.head_size)):
@@ -140,13 +147,13 @@ def test_gather_gives_back_what_was_written_in_token_order(layout: KVLayout) -> 
     kv = per_buffer_kv(allocate_group_buffers(layout), layout)
     tokens = 2 * layout.block_size
     values = codec.encode(torch.randn(tokens, layout.num_kv_heads, layout.head_size), 1.0)
-    blocks = torch.tensor([3] * layout.block_size + [1] * layout.block_size)
-    offsets = torch.arange(tokens) % layout.block_size
     heads = torch.arange(layout.num_kv_heads)
     head_blocks = (torch.tensor([3, 1])[None] * layout.num_kv_heads + heads[:, None]).flatten()
     for half, buffer in ((KVHalf.K, kv.k[0]), (KVHalf.V, kv.v[0])):
-        codec.write(buffer, half, blocks, offsets, values)
-        got = codec.gather(buffer, half, head_blocks, 2)
+        for token in range(tokens):
+            block = 3 if token < layout.block_size else 1
+            write(codec, buffer, half, block, token % layout.block_size, values[token : token + 1])
+        got = codec.gather(codec.bind(buffer, half), head_blocks, 2)
         assert torch.equal(got, values.float().transpose(0, 1))
 
 
@@ -162,6 +169,14 @@ def test_buffers_are_separate_allocations_and_views_share_them() -> None:
     assert len({b.untyped_storage().data_ptr() for b in buffers}) == 2
     stacked = stacked_kv(layout)
     assert (stacked.k.shape, stacked.v.shape) == ((2, 5, 3, 2, 2, 2), (2, 5, 3, 4, 2))
+
+
+def test_a_cache_that_is_not_contiguous_is_refused() -> None:
+    """Its flat views would be copies, and writes would be lost."""
+    layout = make_layout(KVDtype.FP32)
+    buffer = allocate_group_buffers(layout)[0]
+    with pytest.raises(LayoutError, match="must each be contiguous"):
+        KVCodec(layout, torch.float32).bind(buffer[0].transpose(1, 2), KVHalf.K)
 
 
 def test_attention_computes_in_float_dtypes_only() -> None:

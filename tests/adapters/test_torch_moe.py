@@ -36,17 +36,16 @@ def make_experts(
     *, first: int = 0, num_experts: int | None = None, joined: bool = False,
 ) -> Experts:  # fmt: skip
     """Experts from [X, H, I] gate and up, [X, I, H] down, biases as a checkpoint has them: up without its +1."""
-    pair = torch.stack((gate, up), dim=1)
+    pair = torch.cat((gate, up), dim=2) if joined else torch.stack((gate, up), dim=1)
     bias = gate_up_bias.clone()
     bias[:, bias.shape[1] // 2 :] += 1.0
     return Experts(
         gate_up=pair.unbind(0),
-        gate_up_joined=torch.cat((gate, up), dim=2).unbind(0) if joined else None,
         gate_up_scale=None,
-        gate_up_bias=bias.unbind(0),
+        gate_up_bias=bias,
         down=down.unbind(0),
         down_scale=None,
-        down_bias=down_bias.unbind(0),
+        down_bias=down_bias,
         first=first,
         num_experts=num_experts or len(gate),
     )
