@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import uuid
 from collections.abc import Mapping
 
@@ -24,15 +25,17 @@ from gk_adapters.vllm.handshake_channel import HandshakeChannel
 from gk_adapters.vllm.hma import layer_name
 from gk_adapters.vllm.introductions import IntroducingTransport, take_notices
 from gk_adapters.vllm.lease_desk import LeaseDesk
+from gk_adapters.vllm.notice_thread import NoticeThread
 from gk_adapters.vllm.pull_desk import PullDesk
 from gk_adapters.vllm.settings import MissingKVPolicy
 from gk_adapters.vllm.stats import CollectedMetrics, GkConnectorStats
 from gk_adapters.vllm.transfer_orders import TransferOrders
+from gk_core.disaggregation import Role
 from gk_core.errors import LayoutError, UnsupportedError
 from gk_core.handshake import PeerHello
 from gk_core.kv_layout import KVLayout
 from gk_core.model_geometry import buffer_of_layer
-from gk_core.notices import Claim, Release
+from gk_core.notices import Claim, PeerNotice, Release
 from gk_core.peer_layout import describe_rank
 from gk_core.ports import PeerKey
 from gk_core.region import KVRegion, regions_of_buffers
@@ -87,8 +90,9 @@ class GkWorkerHalf:
     def start(self, orders: TransferOrders) -> None:
         """Take a step's orders."""
         desks = self._open()
-        for lease in orders.leases:
-            desks.leases.grant(lease)
+        with desks.lock:
+            for lease in orders.leases:
+                desks.leases.grant(lease)
         for offered in orders.waiting:
             desks.pulls.wait(offered)
         for pull in orders.pulls:
@@ -101,9 +105,10 @@ class GkWorkerHalf:
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Poll; requests whose blocks nobody reads any more, and requests whose pull is over, good or not."""
         desks = self._open()
-        for notice in take_notices(port=desks.link, handshakes=desks.handshakes, metrics=self._metrics):
+        for notice in desks.take_notices():
             if isinstance(notice, Claim | Release):
-                desks.leases.answer(notice)
+                with desks.lock:
+                    desks.leases.answer(notice)
             else:
                 desks.pulls.notice(notice)
         received = set()
@@ -112,7 +117,8 @@ class GkWorkerHalf:
             if result.reason:
                 self._missing |= result.missing_ids
                 _log.warning("gk: the KV of request %s was not pulled: %s", result.request_id, result.reason)
-        return desks.leases.take_ended(), received
+        with desks.lock:
+            return desks.leases.take_ended(), received
 
     def take_missing_ids(self) -> set[int]:
         """Blocks that pulls since the last call left without contents."""
@@ -192,6 +198,16 @@ class _Desks:
             # All ranks of a vLLM engine are asked at one address.
             where=lambda endpoint, rank: endpoint,
         )
+        self.lock = threading.RLock()
+        self._metrics = metrics
+        self._thread: NoticeThread | None = None
+        if role is Role.PREFILL:
+            self._thread = NoticeThread(
+                take=self._take,
+                answer=self.leases.answer,
+                is_busy=lambda: self.leases.num_leases > 0,
+                lock=self.lock,
+            )
         eager = facts.settings.missing_kv is MissingKVPolicy.PULL_AGAIN
         self.pulls = PullDesk(
             layout=described,
@@ -204,7 +220,16 @@ class _Desks:
             keep_asking=eager,
         )
 
+    def take_notices(self) -> tuple[PeerNotice, ...]:
+        """Notices that the caller has to deal with."""
+        return self._take() if self._thread is None else self._thread.take_others()
+
+    def _take(self) -> tuple[PeerNotice, ...]:
+        return take_notices(port=self.link, handshakes=self.handshakes, metrics=self._metrics)
+
     def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
         self.peers.close()
         self.link.close()
 

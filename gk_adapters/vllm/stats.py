@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,26 +47,30 @@ class GkConnectorStats(KVConnectorStats):
 
 
 class CollectedMetrics(Metrics):
-    """Counts until vLLM asks."""
+    """Counts until vLLM asks; from any thread."""
 
     def __init__(self) -> None:
         self._stats = GkConnectorStats()
+        self._lock = threading.Lock()
 
     def count(self, *, name: str, value: float = 1.0) -> None:
         """See `Metrics.count`."""
-        counts = self._stats.data["counts"]
-        counts[name] = counts.get(name, 0.0) + value
+        with self._lock:
+            counts = self._stats.data["counts"]
+            counts[name] = counts.get(name, 0.0) + value
 
     def observe(self, *, name: str, value: float) -> None:
         """See `Metrics.observe`."""
-        self._stats.data["values"].setdefault(name, []).append(value)
+        with self._lock:
+            self._stats.data["values"].setdefault(name, []).append(value)
 
     def take(self) -> GkConnectorStats | None:
         """What came since the last call; None when nothing did."""
-        if self._stats.is_empty():
-            return None
-        taken, self._stats = self._stats, GkConnectorStats()
-        return taken
+        with self._lock:
+            if self._stats.is_empty():
+                return None
+            taken, self._stats = self._stats, GkConnectorStats()
+            return taken
 
 
 class GkPromMetrics(KVConnectorPromMetrics):
