@@ -183,7 +183,8 @@ def _check(targets: Targets, settings: SweepSettings, length: int) -> LengthResu
     }
     equal, difference, transferred, generation = True, 0.0, False, False
     try:
-        wanted = _answer(post_json(f"{targets.single}/v1/completions", body))
+        # A salt of its own: the single engine may also be the prefill server, and must not find what that computed.
+        wanted = _answer(post_json(f"{targets.single}/v1/completions", {**body, "cache_salt": "single"}))
         for _ in range(settings.repeats):
             offer = _prefill(targets, body)
             transferred, generation = offer is not None, offer is not None and "remote_generation" in offer
