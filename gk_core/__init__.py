@@ -28,7 +28,8 @@ Read in this order:
     ports             what the engines need of the world
     prefill_engine    prefill -> lease -> hand off
     decode_request    what goes into a decode engine and what comes out
-    pull_run, offers, step_runner
-                      a pull carried out, hand-offs outside a pull, one step in which a fault stays with its row
+    pull_run, pull_desk, offers, step_runner
+                      one pull carried out, all of them, hand-offs outside a pull, a step in which a fault stays
+                      with its row
     decode_engine     admit -> pull -> step -> emit -> finish
 """

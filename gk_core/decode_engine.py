@@ -36,26 +36,18 @@ from gk_core.decode_request import (
 from gk_core.decode_step import AttentionControl, ControlShape, DecodeRow, build_attention_control
 from gk_core.errors import CapacityError, GkError, RequestError
 from gk_core.hand_off import HandOff
-from gk_core.integrity import BlockBytes, offer_digest, require_checksums, wrong_bytes
+from gk_core.integrity import BlockBytes, offer_digest
 from gk_core.kernel_contract import TensorLike
 from gk_core.metrics import (
     DECODE_TOKENS,
     NOTICES_IGNORED,
-    PEERS_LOST,
-    PULL_BYTES,
-    PULL_READS,
-    PULL_SECONDS,
-    PULLS_ABORTED,
-    PULLS_DONE,
     PULLS_FAILED,
     RECOMPUTED_TOKENS,
     REQUESTS_FAILED,
     REQUESTS_FINISHED,
     REQUESTS_REFUSED,
-    TRANSFERRED_TOKENS,
     NullMetrics,
 )
-from gk_core.model_geometry import AttentionKind
 from gk_core.notices import ClaimReply, ClaimVerdict, ProducerFailure
 from gk_core.offers import Offers, lease_of
 from gk_core.peer_layout import PeerLayout
@@ -71,16 +63,13 @@ from gk_core.ports import (
     PeerKey,
     Sampler,
 )
-from gk_core.pull import Pull, PullEnd, PullFault, PullOutcome
-from gk_core.pull_run import PullRun
+from gk_core.pull import PullEnd
+from gk_core.pull_desk import PullDesk
 from gk_core.step_runner import StepRunner
-from gk_core.transfer_plan import GroupBlocks, TransferPlan, plan_pull
 
 __all__ = ["DecodeEngine"]
 
 T = TypeVar("T", bound=TensorLike)
-
-_PEER_FAULTS = (PullFault.PEER_LOST, PullFault.READ_FAILED, PullFault.TIMEOUT)
 
 
 class _Phase(Enum):
@@ -104,7 +93,6 @@ class _Live:
     """What it still wants to pull; None from the start, or once that has failed."""
     digest: str = ""
     warm_at: float = 0.0
-    transfer: _Transfer | None = None
     transferred: int = 0
     recomputed: int = 0
 
@@ -120,20 +108,6 @@ class _Live:
     def max_tokens(self) -> int:
         """Tokens that will ever be in the cache: the last one generated is not fed."""
         return self.prompt_len + self.request.max_new_tokens - 1
-
-
-@define(eq=False)
-class _Transfer:
-    """One pull's blocks, until it is quiet."""
-
-    run: PullRun
-    plan: TransferPlan
-    pool_key: str
-    pull_id: str
-    engine_id: str
-    started_at: float
-    owner: _Live | None
-    let_go: bool = False
 
 
 class DecodeEngine(Generic[T]):
@@ -178,11 +152,10 @@ class DecodeEngine(Generic[T]):
         start_id: str = "",
     ) -> None:
         self._layout, self._shape = layout, shape
-        self._pool, self._transport, self._mailbox, self._peers = pool, transport, mailbox, peers
+        self._pool, self._mailbox = pool, mailbox
         self._clock = clock
         self._settings = settings or DecodeSettings()
         self._metrics = metrics or NullMetrics()
-        self._bytes = block_bytes
         self._steps = StepRunner(
             shape=shape,
             kernel=kernel,
@@ -196,7 +169,15 @@ class DecodeEngine(Generic[T]):
         self._live: dict[str, _Live] = {}
         self._rows: list[_Live | None] = [None] * shape.num_rows
         self._ready: deque[_Live] = deque()
-        self._transfers: list[_Transfer] = []
+        self._desk = PullDesk(
+            layout=layout,
+            transport=transport,
+            mailbox=mailbox,
+            peers=peers,
+            metrics=self._metrics,
+            settings=self._settings.pull,
+            cache=block_bytes,
+        )
         self._offers = Offers(
             key=self._key,
             peers=peers,
@@ -211,7 +192,7 @@ class DecodeEngine(Generic[T]):
     @property
     def has_work(self) -> bool:
         """Whether `poll` has anything left to do or to say."""
-        return bool(self._live or self._transfers or self._offers.has_work or self._events)
+        return bool(self._live or self._desk.has_work or self._offers.has_work or self._events)
 
     def submit(self, request: DecodeRequest) -> None:
         """Take a request; what becomes of it comes out of `poll`.
@@ -254,7 +235,7 @@ class DecodeEngine(Generic[T]):
         self._read_notices()
         self._offers.send_declined(now=now)
         self._admit(now)
-        self._move_transfers(now)
+        self._move_pulls(now)
         self._fill_rows()
         self._step()
         events, self._events = tuple(self._events), []
@@ -313,7 +294,7 @@ class DecodeEngine(Generic[T]):
         except GkError as error:
             if isinstance(error, RequestError):
                 self._offers.decline(offer, live.pull_id, now=now)
-            self._pull_failed(live, str(error))
+            self._not_pulled(live, str(error))
             return None
         if peer is not None and now - live.warm_at >= self._settings.pull.claim_interval_seconds:
             live.warm_at = now
@@ -340,112 +321,42 @@ class DecodeEngine(Generic[T]):
 
     def _start_pull(self, live: _Live, offer: HandOff, peer: PeerEngine, tables: GroupTables, now: float) -> None:
         try:
-            plan = plan_pull(
-                peer.map, local=self._local_groups(tables), remote=offer.groups, num_tokens=offer.num_tokens
+            self._desk.start(
+                offer=offer,
+                peer=peer,
+                tables=tables,
+                pool_key=live.pool_key,
+                pull_id=live.pull_id,
+                digest=live.digest,
+                now=now,
             )
-            verify = self._verifier(offer, peer, plan)
         except GkError as error:
             self._pool.free(request_id=live.pool_key)
             self._offers.decline(offer, live.pull_id, now=now)
-            self._pull_failed(live, str(error))
+            self._not_pulled(live, str(error))
             return
-        pull = Pull(
-            engine_id=offer.engine_id,
-            request_id=offer.request_id,
-            generation=offer.generation,
-            readers=peer.readers(self._key, live.pull_id),
-            reads=plan.reads,
-            now=now,
-            settings=self._settings.pull,
-            digest=live.digest,
-            verify=verify is not None,
-        )
-        run = PullRun(
-            pull=pull,
-            engine_id=offer.engine_id,
-            transport=self._transport,
-            mailbox=self._mailbox,
-            metrics=self._metrics,
-            verify=verify,
-        )
         live.phase = _Phase.PULLING
-        live.transfer = _Transfer(
-            run=run,
-            plan=plan,
-            pool_key=live.pool_key,
-            pull_id=live.pull_id,
-            engine_id=offer.engine_id,
-            started_at=now,
-            owner=live,
-        )
-        self._transfers.append(live.transfer)
 
-    def _local_groups(self, tables: GroupTables) -> tuple[GroupBlocks, ...]:
-        by_kind = {AttentionKind.SLIDING: tables.sliding, AttentionKind.FULL: tables.full}
-        return tuple(
-            GroupBlocks(kind=kind, first_logical=0, block_ids=tuple(int(b) for b in by_kind[kind].block_ids))
-            for kind in self._layout.group_kinds
-        )
+    def _move_pulls(self, now: float) -> None:
+        pulling = {x.pull_id: x for x in self._live.values() if x.phase is _Phase.PULLING}
+        for report in self._desk.poll(now=now):
+            live = pulling.get(report.pull_id)
+            if report.outcome is not None and live is not None:
+                if report.outcome.end is PullEnd.DONE:
+                    live.transferred = live.num_computed
+                    self._become_ready(live)
+                else:
+                    self._pull_failed(live, report.outcome.reason)
+            if report.free_key:
+                self._pool.free(request_id=report.free_key)
 
-    def _verifier(self, offer: HandOff, peer: PeerEngine, plan: TransferPlan) -> Callable[[], str] | None:
-        cache = self._bytes
-        if not offer.checksums or cache is None:
-            return None
-        sums = require_checksums(offer.groups, offer.checksums, peer.layout)
-        return lambda: wrong_bytes(plan, ours=self._layout, theirs=peer.layout, sums=sums, cache=cache)
-
-    def _move_transfers(self, now: float) -> None:
-        for transfer in tuple(self._transfers):
-            outcome = transfer.run.poll(now=now)
-            if outcome is not None:
-                self._pull_ended(transfer, outcome, now)
-            if transfer.run.is_quiet:
-                self._transfers.remove(transfer)
-                if transfer.owner is None:
-                    self._pool.free(request_id=transfer.pool_key)
-        self._drop_dead_peers(now)
-
-    def _drop_dead_peers(self, now: float) -> None:
-        """Let go of a peer from which a read is still under way long after its pull has ended, and nothing else is.
-
-        The transport then ends the read, and its blocks come back. A living peer is found again by the next request.
-        """
-        grace = 2 * self._settings.pull.deadline_seconds
-        at_work = {t.engine_id for t in self._transfers if t.run.outcome is None}
-        for transfer in self._transfers:
-            if transfer.let_go or transfer.engine_id in at_work or now < transfer.started_at + grace:
-                continue
-            transfer.let_go = True
-            for rank in sorted({read.remote_rank for read in transfer.plan.reads}):
-                self._transport.disconnect(peer=PeerKey(engine_id=transfer.engine_id, rank=rank))
-            self._peers.forget(engine_id=transfer.engine_id)
-            self._metrics.count(name=PEERS_LOST)
-
-    def _pull_ended(self, transfer: _Transfer, outcome: PullOutcome, now: float) -> None:
-        live, transfer.owner = transfer.owner, None
-        if outcome.end is PullEnd.DONE and live is not None:
-            transfer.owner = live
-            live.transfer = None
-            live.transferred = live.prompt_len - 1
-            self._metrics.count(name=PULLS_DONE)
-            self._metrics.count(name=PULL_BYTES, value=transfer.plan.num_bytes)
-            self._metrics.count(name=TRANSFERRED_TOKENS, value=live.transferred)
-            self._metrics.observe(name=PULL_SECONDS, value=now - transfer.started_at)
-            self._metrics.observe(name=PULL_READS, value=sum(len(r.runs) for r in transfer.plan.reads))
-            self._become_ready(live)
-            return
-        if outcome.end is PullEnd.ABORTED:
-            self._metrics.count(name=PULLS_ABORTED)
-        if outcome.fault in _PEER_FAULTS:
-            self._metrics.count(name=PEERS_LOST)
-            self._peers.forget(engine_id=transfer.engine_id)
-        if live is not None:
-            live.transfer = None
-            self._pull_failed(live, outcome.reason)
+    def _not_pulled(self, live: _Live, reason: str) -> None:
+        """A pull that could not even begin counts as a failed one."""
+        self._metrics.count(name=PULLS_FAILED)
+        self._pull_failed(live, reason)
 
     def _pull_failed(self, live: _Live, reason: str) -> None:
         """The request's KV will not come; blocks of the attempt are no longer the request's affair."""
-        self._metrics.count(name=PULLS_FAILED)
         live.pool_key = ""
         if self._settings.on_failed_pull is FailedPull.FAIL:
             self._finish(live, FinishReason.FAILED, f"the prompt's KV could not be pulled: {reason}")
@@ -510,11 +421,9 @@ class DecodeEngine(Generic[T]):
         if live in self._ready:
             self._ready.remove(live)
         self._rows = [None if row is live else row for row in self._rows]
-        if live.transfer is not None:
+        if live.phase is _Phase.PULLING and live.pool_key:
             # The blocks go back when the pull is quiet.
-            live.transfer.run.abort()
-            live.transfer.owner = None
-            live.transfer = None
+            self._desk.abort(live.pull_id)
         elif live.pool_key:
             self._pool.free(request_id=live.pool_key)
         done = reason in (FinishReason.EOS, FinishReason.LENGTH)
@@ -538,11 +447,10 @@ class DecodeEngine(Generic[T]):
             if not isinstance(notice, (ClaimReply, ProducerFailure)):
                 self._metrics.count(name=NOTICES_IGNORED)
                 continue
-            transfer = next((t for t in self._transfers if t.pull_id == notice.pull_id), None)
+            if self._desk.notice(notice):
+                continue
             waiting = next((x for x in self._live.values() if x.pull_id == notice.pull_id), None)
-            if transfer is not None:
-                transfer.run.notice(notice)
-            elif waiting is not None and waiting.phase is _Phase.WAITING and waiting.offer is not None:
+            if waiting is not None and waiting.phase is _Phase.WAITING and waiting.offer is not None:
                 self._notice_while_waiting(waiting, waiting.offer, notice)
             else:
                 self._metrics.count(name=NOTICES_IGNORED)
@@ -553,4 +461,4 @@ class DecodeEngine(Generic[T]):
         elif isinstance(notice, ProducerFailure) or notice.verdict is not ClaimVerdict.HELD:
             why = notice.reason if isinstance(notice, ProducerFailure) else notice.verdict.value
             self._offers.decline(offer, live.pull_id, now=self._clock.now())
-            self._pull_failed(live, f"{notice.engine_id}/{notice.rank}: {why}")
+            self._not_pulled(live, f"{notice.engine_id}/{notice.rank}: {why}")
