@@ -159,6 +159,7 @@ def giga_arguments(
     contract: KernelContract,
     geometry: ModelGeometry,
     target: str,
+    fp8_reduce_scatter: bool = False,
 ) -> GigaArguments:
     """A call as the kernel takes it.
 
@@ -186,7 +187,7 @@ def giga_arguments(
             array_of(c.cos),
             array_of(c.sin),
             np.array([[experts.start]], np.int32),
-            giga_config(geometry, contract, call.rank, call.scales, mx_matmul),
+            giga_config(geometry, contract, call.rank, call.scales, mx_matmul, fp8_reduce_scatter),
         )
     )
 
@@ -198,11 +199,13 @@ def simulate_mesh(
     geometry: ModelGeometry,
     *,
     target: str = "trn3",
+    fp8_reduce_scatter: bool = False,
 ) -> list[Array]:
     """One step of all ranks of a mesh in our simulator: each rank's hidden shard [T, H].
 
     Args:
         calls, stacks: one per rank, in the order of ranks; every rank's cache is its own.
+        fp8_reduce_scatter: send the experts' sums as FP8.
 
     Raises:
         LayoutError: not one call and one set of stacks per rank, or a call that the contract does not allow.
@@ -214,13 +217,20 @@ def simulate_mesh(
         raise LayoutError(f"a mesh of {world} ranks takes one call and one set of stacks per rank, in order")
     for call in calls:
         check_decode_call(call, contract)
-    arguments = [giga_arguments(c, s, contract, geometry, target) for c, s in zip(calls, stacks, strict=True)]
+    arguments = [
+        giga_arguments(c, s, contract, geometry, target, fp8_reduce_scatter) for c, s in zip(calls, stacks, strict=True)
+    ]
     hidden = run_kernel(giga_kernel(), arguments, target=target)
     return [from_stored_order(h, geometry.hidden_size) for h in hidden]
 
 
 def giga_config(
-    geometry: ModelGeometry, contract: KernelContract, rank: int, scales: KVScales, mx_matmul: bool = False
+    geometry: ModelGeometry,
+    contract: KernelContract,
+    rank: int,
+    scales: KVScales,
+    mx_matmul: bool = False,
+    fp8_reduce_scatter: bool = False,
 ) -> Any:
     """The kernel's compile-time values, a `DecodeConfig`."""
     from gk_kernels.giga_decode.config import DecodeConfig
@@ -241,13 +251,26 @@ def giga_config(
         tp_groups=mesh.tp_groups,
         ep_groups=mesh.ep_groups,
         mx_matmul=mx_matmul,
+        fp8_reduce_scatter=fp8_reduce_scatter,
     )
 
 
 def run_kernel(kernel: Any, ranks: Sequence[GigaArguments], *, target: str) -> list[Array]:
-    """Hidden states of every rank, in the stored order."""
-    from gk_kernels.simulator import simulate
+    """Hidden states of every rank, in the stored order.
 
+    Where the real nki is installed the kernel is launched as it is, one rank per process; that path has been run by
+    nobody here, for want of a device. Elsewhere the simulator runs all ranks.
+
+    Raises:
+        UnsupportedError: several ranks in one process beside the real nki.
+    """
+    from gk_kernels.simulator import simulate
+    from gk_kernels.simulator.install import real_nki_present
+
+    if real_nki_present():
+        if len(ranks) != 1:
+            raise UnsupportedError(f"on a device each rank is a process of its own, got {len(ranks)} ranks in this one")
+        return [np.asarray(kernel(*ranks[0].values))]
     result = simulate(kernel, ranks=len(ranks), rank_args=[r.values for r in ranks], target=target)
     return [np.asarray(output) for output in result.outputs]
 

@@ -12,7 +12,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from gk_kernels.giga_decode.attention import attend
-from gk_kernels.giga_decode.collectives import all_gather_rows, reduce_scatter_rows
+from gk_kernels.giga_decode.collectives import all_gather_rows, reduce_scatter_fp8, reduce_scatter_rows
 from gk_kernels.giga_decode.config import DecodeConfig
 from gk_kernels.giga_decode.experts import activate, add_down
 from gk_kernels.giga_decode.experts_mx import activate_mx, add_down_mx, hidden_lanes, quantise
@@ -106,7 +106,10 @@ def expert_half(
         add_experts_mx(turned, weights, shares, totals, config, constants, name)
     else:
         add_experts(turned, weights, shares, totals, config, constants, name)
-    mine = reduce_scatter_rows(totals, config.ep_groups, dtype, f"{name}_sum2")
+    if config.fp8_reduce_scatter:
+        mine = reduce_scatter_fp8(totals, config.ep_groups, f"{name}_sum2")
+    else:
+        mine = reduce_scatter_rows(totals, config.ep_groups, dtype, f"{name}_sum2")
     return add_rows(x, mine, f"{name}_x2")
 
 

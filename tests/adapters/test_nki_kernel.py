@@ -13,8 +13,8 @@ from gk_adapters.nki_kernel import from_stored_order, nki_kernel_from_checkpoint
 from gk_adapters.torch_dtypes import array_of
 from gk_adapters.torch_model import TorchModel, load_torch_model
 from gk_adapters.torch_sampling import logits
-from gk_core.errors import LayoutError
-from gk_core.kernel_contract import DecodeCall
+from gk_core.errors import LayoutError, UnsupportedError
+from gk_core.kernel_contract import DecodeCall, StackedKV
 from gk_core.kv_layout import KByteOrder
 from gk_core.kv_spec import KVDtype
 from gk_core.ports import DecodeKernel
@@ -173,3 +173,30 @@ def test_a_bfloat16_build_is_near_its_float32_self(checkpoint: Checkpoint, targe
     # MX matmuls quantise the experts' inputs to FP8, 3 mantissa bits, which is the larger error by far.
     quantised = target == "trn3" and checkpoint.model.config.expert_format is ExpertFormat.MXFP4
     assert error <= (4e-2 if quantised else 2e-2)
+
+
+def test_a_stacked_cache_gives_what_per_buffer_caches_do(tmp_path: Path) -> None:
+    """One K and one V tensor with a leading axis of buffers; written in place."""
+    make_hf_checkpoint(tmp_path, num_hidden_layers=3)
+    model = load_torch_model(tmp_path)
+    engines = _engines(model, KVDtype.FP32, KByteOrder.TOKEN_MAJOR)
+    kernel = nki_kernel_from_checkpoint(tmp_path)(engines.kernel.contract, model)
+    stacked = StackedKV(k=torch.stack([b[0] for b in engines.buffers]), v=torch.stack([b[1] for b in engines.buffers]))
+    call = _call(engines)
+    hidden = kernel.step(call=evolve(call, per_buffer_kv=None, stacked_kv=stacked))
+    assert torch.equal(hidden, kernel.step(call=call))
+    for i, buffer in enumerate(engines.buffers):
+        assert torch.equal(stacked.k[i], buffer[0])
+        assert torch.equal(stacked.v[i], buffer[1])
+
+
+def test_more_rows_than_partitions_and_odd_block_sizes_are_refused(tmp_path: Path) -> None:
+    """What the kernel was not built for is said when it is made, not in a trace."""
+    engines, _ = _small(tmp_path)
+    contract = engines.kernel.contract
+    make = nki_kernel_from_checkpoint(tmp_path)
+    with pytest.raises(UnsupportedError, match="128 rows per replica, got 129"):
+        make(evolve(contract, shape=evolve(contract.shape, num_rows=129)), engines.model)
+    odd = evolve(contract, layout=evolve(contract.layout, block_size=384), shape=evolve(contract.shape, block_size=384))
+    with pytest.raises(UnsupportedError, match="powers of two, got 384"):
+        make(odd, engines.model)

@@ -58,8 +58,13 @@ def _replica(model: TorchModel, index: int, num_rows: int) -> tuple[TorchEngines
     return engines, engines.builder.build(token_ids=(*(ids[n] for n in lengths), 0), control=control)
 
 
-def run_mesh_step(path: Path, mesh: DecodeMesh, *, rows_per_rank: int = 1, dtype: str = "float32") -> MeshStep:
-    """One step of every replica, on every rank of the mesh and on one torch kernel per replica."""
+def run_mesh_step(
+    path: Path, mesh: DecodeMesh, *, rows_per_rank: int = 1, dtype: str = "float32", fp8: bool = False
+) -> MeshStep:
+    """One step of every replica, on every rank of the mesh and on one torch kernel per replica.
+
+    fp8: the experts' sums go over the wire as FP8.
+    """
     model = load_torch_model(path, model_dtype=dtype)
     geometry = model.config.geometry
     num_rows = mesh.tp_size * rows_per_rank
@@ -83,7 +88,7 @@ def run_mesh_step(path: Path, mesh: DecodeMesh, *, rows_per_rank: int = 1, dtype
         hidden = call.hidden[first : first + rows_per_rank].contiguous()
         calls.append(evolve(call, hidden=hidden, weights={}, per_buffer_kv=kv, rank=rank))
     stacks = [nki_stacks(path, mesh, rank, dtype) for rank in range(mesh.world_size)]
-    shards = simulate_mesh(calls, stacks, contract, geometry)
+    shards = simulate_mesh(calls, stacks, contract, geometry, fp8_reduce_scatter=fp8)
 
     active = torch.cat([call.control.active[:, 0] for _, call in replicas]) != 0
     ours = torch.cat([torch.from_numpy(s.astype("float32")) for s in shards])[active]

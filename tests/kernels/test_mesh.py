@@ -33,6 +33,20 @@ def test_a_mesh_computes_what_one_torch_kernel_per_replica_does(
     assert step.cache_difference <= 1e-4
 
 
+def test_a_bfloat16_mesh_is_near_bfloat16_torch(tmp_path: Path) -> None:
+    """Relative error over all rows; both round, at different places."""
+    make_hf_checkpoint(tmp_path, **SIZES)
+    step = run_mesh_step(tmp_path, DecodeMesh(tp_size=2, ep_size=2), rows_per_rank=2, dtype="bfloat16")
+    assert float((step.hidden - step.expected).norm() / step.expected.norm()) <= 2e-2
+
+
+def test_fp8_reduce_scatter_is_an_option_that_costs_precision(tmp_path: Path) -> None:
+    """Off by default, see above; on, the sums carry FP8's error and no more."""
+    make_hf_checkpoint(tmp_path, **SIZES)
+    step = run_mesh_step(tmp_path, DecodeMesh(tp_size=2, dp_size=2, ep_size=4), rows_per_rank=2, fp8=True)
+    assert 1e-3 < float((step.hidden - step.expected).norm() / step.expected.norm()) < 4e-2
+
+
 @pytest.mark.slow
 def test_the_whole_topology_of_128_ranks_is_right(tmp_path: Path) -> None:
     """TP8 x DP16, EP128, one expert per rank, every collective met."""
