@@ -24,12 +24,12 @@ from gk_adapters.vllm.engine_facts import EngineFacts
 from gk_adapters.vllm.handshake_channel import HandshakeChannel
 from gk_adapters.vllm.hma import layer_name
 from gk_adapters.vllm.introductions import IntroducingTransport, take_notices
-from gk_adapters.vllm.lease_desk import LeaseDesk
 from gk_adapters.vllm.notice_thread import NoticeThread
-from gk_adapters.vllm.pull_desk import PullDesk
 from gk_adapters.vllm.settings import MissingKVPolicy
 from gk_adapters.vllm.stats import CollectedMetrics, GkConnectorStats
 from gk_adapters.vllm.transfer_orders import TransferOrders
+from gk_adapters.vllm.worker_leases import WorkerLeases
+from gk_adapters.vllm.worker_pulls import WorkerPulls
 from gk_core.disaggregation import Role
 from gk_core.errors import LayoutError, UnsupportedError
 from gk_core.handshake import PeerHello
@@ -70,7 +70,7 @@ class GkWorkerHalf:
         self._key = PeerKey(engine_id=engine_id, rank=tp_rank)
         self._metrics = CollectedMetrics()
         self._missing: set[int] = set()
-        self._desks: _Desks | None = None
+        self._ends: _Ends | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> bytes:
         """Register the group buffers and say what a peer needs to know of them.
@@ -80,45 +80,45 @@ class GkWorkerHalf:
             TransferError: NIXL refused.
         """
         layout, regions = group_regions(self._facts, kv_caches)
-        self._desks = _Desks(self._facts, self._settings, self._key, self._scales, layout, regions, self._metrics)
+        self._ends = _Ends(self._facts, self._settings, self._key, self._scales, layout, regions, self._metrics)
         _log.info(
             "gk: registered %d regions of %d blocks, %d bytes each: K and V of %d group buffers",
             len(regions), layout.num_blocks, layout.block_bytes, layout.num_buffers,
         )  # fmt: skip
-        return self._desks.hello
+        return self._ends.hello
 
     def start(self, orders: TransferOrders) -> None:
         """Take a step's orders."""
-        desks = self._open()
-        with desks.lock:
+        ends = self._open()
+        with ends.lock:
             for lease in orders.leases:
-                desks.leases.grant(lease)
+                ends.leases.grant(lease)
         for offered in orders.waiting:
-            desks.pulls.wait(offered)
+            ends.pulls.wait(offered)
         for pull in orders.pulls:
-            desks.pulls.start(pull)
+            ends.pulls.start(pull)
         for offered in orders.declined:
-            desks.pulls.decline(offered)
+            ends.pulls.decline(offered)
         for request_id in orders.aborted:
-            desks.pulls.abort(request_id)
+            ends.pulls.abort(request_id)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Poll; requests whose blocks nobody reads any more, and requests whose pull is over, good or not."""
-        desks = self._open()
-        for notice in desks.take_notices():
+        ends = self._open()
+        for notice in ends.take_notices():
             if isinstance(notice, Claim | Release):
-                with desks.lock:
-                    desks.leases.answer(notice)
+                with ends.lock:
+                    ends.leases.answer(notice)
             else:
-                desks.pulls.notice(notice)
+                ends.pulls.notice(notice)
         received = set()
-        for result in desks.pulls.poll():
+        for result in ends.pulls.poll():
             received.add(result.request_id)
             if result.reason:
                 self._missing |= result.missing_ids
                 _log.warning("gk: the KV of request %s was not pulled: %s", result.request_id, result.reason)
-        with desks.lock:
-            return desks.leases.take_ended(), received
+        with ends.lock:
+            return ends.leases.take_ended(), received
 
     def take_missing_ids(self) -> set[int]:
         """Blocks that pulls since the last call left without contents."""
@@ -136,17 +136,17 @@ class GkWorkerHalf:
 
     def shutdown(self) -> None:
         """Let go of everything; harmless twice."""
-        if self._desks is not None:
-            self._desks.close()
-            self._desks = None
+        if self._ends is not None:
+            self._ends.close()
+            self._ends = None
 
-    def _open(self) -> _Desks:
-        if self._desks is None:
+    def _open(self) -> _Ends:
+        if self._ends is None:
             raise LayoutError("register_kv_caches must come first")
-        return self._desks
+        return self._ends
 
 
-class _Desks:
+class _Ends:
     """Everything that needs a registered cache."""
 
     def __init__(
@@ -185,7 +185,7 @@ class _Desks:
         self.hello = encode_hello(hello)
         mailbox = NoticeMailbox(port=self.link, metrics=metrics)
         self.handshakes = HandshakeServer(hellos={key.rank: hello}, transports={key.rank: self.link})
-        self.leases = LeaseDesk(
+        self.leases = WorkerLeases(
             key=key, mailbox=mailbox, clock=clock, metrics=metrics, max_lifetime_seconds=settings.max_lease_seconds
         )
         introducing = IntroducingTransport(transport=self.link, notices=self.link)
@@ -209,7 +209,7 @@ class _Desks:
                 lock=self.lock,
             )
         eager = facts.settings.missing_kv is MissingKVPolicy.PULL_AGAIN
-        self.pulls = PullDesk(
+        self.pulls = WorkerPulls(
             layout=described,
             transport=self.link,
             mailbox=mailbox,

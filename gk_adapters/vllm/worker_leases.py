@@ -18,7 +18,7 @@ from gk_core.notices import Claim, ClaimVerdict, Release
 from gk_core.peers import Mailbox
 from gk_core.ports import Clock, Metrics, PeerKey
 
-__all__ = ["LeaseDesk"]
+__all__ = ["WorkerLeases"]
 
 _MAX_EARLY_CLAIMS = 4096
 
@@ -29,7 +29,7 @@ class _Early:
     until: float
 
 
-class LeaseDesk:
+class WorkerLeases:
     """All leases of one worker.
 
     Args:

@@ -30,7 +30,7 @@ from gk_core.pull import Pull, PullEnd, PullFault, PullOutcome, PullSettings
 from gk_core.pull_run import PullRun
 from gk_core.transfer_plan import TransferPlan, plan_pull
 
-__all__ = ["PullDesk", "PullResult"]
+__all__ = ["PullResult", "WorkerPulls"]
 
 _PEER_FAULTS = (PullFault.PEER_LOST, PullFault.READ_FAILED, PullFault.TIMEOUT)
 
@@ -65,7 +65,7 @@ class _Pulling:
     outcome: PullOutcome | None = None
 
 
-class PullDesk:
+class WorkerPulls:
     """All pulls of one worker.
 
     Args:
