@@ -5,6 +5,8 @@ Strategy: keys stay on partitions, where the gather put them, and the few query 
 product with V; only K is transposed. What crosses partitions (the maximum, the sums) goes through the Tensor Engine: a
 contraction with ones leaves its result on every partition.
 
+Plain copies of whole tiles go to the Scalar Engine, which has time; the Vector Engine has the rest of the work.
+
 Columns of small tiles are (head, row of the group). Masked scores are overwritten and masked values zeroed, not
 multiplied by 0: a NaN in a block that nobody reads must not spread.
 """
@@ -148,7 +150,7 @@ def key_scores(part: RowGroup, cache: nl.NkiTensor, gather: Gather, name: str) -
             for i in range(here):
                 nisa.nc_transpose(dst=turned[:, i, :], data=keys[:, first + i, :])
             columns = nl.ndarray((d, here, PARTITIONS), dtype=dtype, buffer=nl.sbuf, name=f"{where}_columns")
-            nisa.tensor_copy(dst=columns, src=turned)
+            nisa.tensor_copy(dst=columns, src=turned, engine=nisa.engine.scalar)
             found = nl.ndarray((PARTITIONS, here, g, rows), dtype=nl.float32, buffer=nl.psum, name=f"{where}_found")
             for i in range(here):
                 nisa.nc_matmul(

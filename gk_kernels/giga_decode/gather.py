@@ -227,7 +227,7 @@ def gather_runs(
         pairs = raw.reshape((PARTITIONS, plan.run // 2, d, 2)).permute((0, 1, 3, 2))
         nisa.tensor_copy(dst=out.reshape((PARTITIONS, plan.run // 2, 2, d)), src=pairs)
     else:
-        nisa.tensor_copy(dst=out, src=raw.reshape((PARTITIONS, plan.run, d)))
+        nisa.tensor_copy(dst=out, src=raw.reshape((PARTITIONS, plan.run, d)), engine=nisa.engine.scalar)
     return out
 
 
