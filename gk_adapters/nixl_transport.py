@@ -14,7 +14,9 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,9 +33,9 @@ from gk_core.errors import (
 )
 from gk_core.ports import KVTransport, Notice, NoticePort, PeerAgent, PeerKey, ReadHandle, ReadState
 from gk_core.region import KVRegion, strided_run
-from gk_core.transfer_plan import HeadSlice, RankRead
+from gk_core.transfer_plan import BlockPairs, HeadSlice, RankRead
 
-__all__ = ["FOREIGN_ERRORS", "NixlTransport", "descriptor_indices"]
+__all__ = ["FOREIGN_ERRORS", "NixlTransport"]
 
 FOREIGN_ERRORS: dict[str, type[TransferError]] = {
     "nixlBackendError": TransferError,
@@ -53,18 +55,58 @@ FOREIGN_ERRORS: dict[str, type[TransferError]] = {
 
 _LOCAL = "NIXL_INIT_AGENT"
 _MAX_INDEX = 2**31 - 1
+_MAX_COUNTS = 64
+"""Run lengths whose indices are kept, per list; about 12 kB each for 80 blocks of 36 regions."""
 
 Indices = npt.NDArray[np.int32]
 
 
-def descriptor_indices(ids: npt.NDArray[np.int64], num_regions: int, num_blocks: int) -> Indices:
-    """Indices of the same blocks in every region: region * num_blocks + id, region-major.
+class _BlockList:
+    """NIXL's list of one side's blocks, one row per region, and indices into it: region * num_blocks + block.
 
-    >>> descriptor_indices(np.array([5]), 2, 111680)
-    array([     5, 111685], dtype=int32)
+    Args:
+        regions: that side's.
+        offset_bytes, length_bytes: the part of each block.
+        prepare: hands the rows (address, length, device, stride, count) to NIXL.
     """
-    bases = np.arange(num_regions, dtype=np.int64)[:, None] * num_blocks
-    return (bases + ids).astype(np.int32).ravel()
+
+    def __init__(
+        self,
+        regions: tuple[KVRegion, ...],
+        offset_bytes: int,
+        length_bytes: int,
+        prepare: Callable[[npt.NDArray[np.uint64]], Any],
+    ) -> None:
+        self.num_blocks = regions[0].num_blocks
+        self._firsts = np.arange(len(regions), dtype=np.int32)[:, None] * np.int32(self.num_blocks)
+        self._of_count: dict[int, Indices] = {}
+        self.handle = prepare(_strided_rows(regions, offset_bytes, length_bytes))
+
+    def of_ids(self, ids: npt.NDArray[np.int64], side: str) -> Indices:
+        """Of scattered blocks, region-major."""
+        self._require(int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids)), side)
+        indices: Indices = (self._firsts + ids.astype(np.int32)).ravel()
+        return indices
+
+    def of_runs(self, runs: Sequence[tuple[int, int]], side: str) -> Indices:
+        """Of runs of (start, count), region-major within each run."""
+        parts = []
+        for start, count in runs:
+            self._require(start, start + count - 1, side)
+            of_count = self._of_count.get(count)
+            if of_count is None:
+                if len(self._of_count) >= _MAX_COUNTS:
+                    self._of_count.clear()
+                of_count = (self._firsts + np.arange(count, dtype=np.int32)).ravel()
+                self._of_count[count] = of_count
+            parts.append(of_count + np.int32(start))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _require(self, low: int, high: int, side: str) -> None:
+        if low < 0 or high >= self.num_blocks:
+            raise LayoutError(
+                f"{side} block {low if low < 0 else high} is outside 0..{self.num_blocks - 1}; nothing was posted"
+            )
 
 
 @mutable(eq=False)
@@ -74,7 +116,7 @@ class _Peer:
     agent_metadata: bytes
     name: str
     regions: tuple[KVRegion, ...]
-    lists: dict[HeadSlice, Any] = field(factory=dict)
+    lists: dict[tuple[int, int, int], tuple[_BlockList, _BlockList]] = field(factory=dict)
 
 
 class NixlTransport(KVTransport, NoticePort):
@@ -108,8 +150,10 @@ class NixlTransport(KVTransport, NoticePort):
         self._regions: tuple[KVRegion, ...] = ()
         self._registration: Any = None
         self._metadata = b""
-        self._local_lists: dict[tuple[int, int], Any] = {}
-        self._peers: dict[PeerKey, _Peer] = {}
+        self._foreign_errors = tuple(self._errors)
+        self._backends = [backend]
+        self._local_lists: dict[tuple[int, int], _BlockList] = {}
+        self._peers: dict[tuple[str, int], _Peer] = {}
         self._handles: set[_NixlRead] = set()
         self._closed = False
         self._register_calls = 0
@@ -127,6 +171,11 @@ class NixlTransport(KVTransport, NoticePort):
     def backend(self) -> str:
         """Name of the NIXL plugin in use."""
         return self._backend
+
+    @property
+    def agent(self) -> Any:
+        """NIXL's own agent, for measurements and diagnostics."""
+        return self._agent
 
     @property
     def num_register_calls(self) -> int:
@@ -149,7 +198,7 @@ class NixlTransport(KVTransport, NoticePort):
                 )
             rows = np.array([(r.base_address, r.size_bytes, r.device_id) for r in regions], dtype=np.uint64)
             with self._foreign("register memory"):
-                self._registration = self._agent.register_memory(rows, self._memory_type, backends=[self._backend])
+                self._registration = self._agent.register_memory(rows, self._memory_type, backends=self._backends)
                 self._register_calls += 1
                 self._metadata = self._agent.get_agent_metadata()
             self._regions = regions
@@ -165,17 +214,22 @@ class NixlTransport(KVTransport, NoticePort):
                 raise LayoutError(f"peer has {len(peer.regions)} regions, we have {len(self._regions)}")
             if len({r.num_blocks for r in peer.regions}) != 1:
                 raise LayoutError("a peer's regions must all have the same number of blocks")
-            known = self._peers.get(peer.key)
+            if len(peer.regions) * peer.regions[0].num_blocks > _MAX_INDEX:
+                raise LayoutError(
+                    f"a peer's {len(peer.regions)} regions of {peer.regions[0].num_blocks} blocks exceed "
+                    "NIXL's int32 descriptor indices"
+                )
+            known = self._peers.get(_of(peer.key))
             if known is not None:
                 if known.agent_metadata == peer.agent_metadata and known.regions == peer.regions:
                     return
-                self._forget(peer.key)
+                self._forget(_of(peer.key))
             try:
                 with self._foreign("add peer"):
                     name = self._agent.add_remote_agent(peer.agent_metadata)
             except TransferError as error:
                 raise PeerLostError(f"peer {peer.key.engine_id}/{peer.key.rank}: metadata refused: {error}") from error
-            self._peers[peer.key] = _Peer(
+            self._peers[_of(peer.key)] = _Peer(
                 agent_metadata=peer.agent_metadata,
                 name=name.decode() if isinstance(name, bytes) else name,
                 regions=peer.regions,
@@ -184,47 +238,53 @@ class NixlTransport(KVTransport, NoticePort):
     def disconnect(self, *, peer: PeerKey) -> None:
         """Forget a peer and release what was prepared for it; harmless when unknown."""
         with self._lock:
-            if peer in self._peers:
-                self._forget(peer)
+            if _of(peer) in self._peers:
+                self._forget(_of(peer))
 
     def read(self, *, peer: PeerKey, read: RankRead) -> ReadHandle:
         """See `KVTransport.read`."""
         with self._lock:
             self._require_open()
-            remote = self._peers.get(peer)
+            remote = self._peers.get((peer.engine_id, peer.rank))
             if remote is None:
                 raise PeerLostError(f"peer {peer.engine_id}/{peer.rank} is not connected")
             if not read.runs:
                 return _DONE_READ
-            local_ids = np.array(read.local_ids, dtype=np.int64)
-            remote_ids = np.array(read.remote_ids, dtype=np.int64)
-            _require_ids(local_ids, self._regions[0].num_blocks, "local")
-            _require_ids(remote_ids, remote.regions[0].num_blocks, "remote")
-            local_list, remote_list = self._prepared(remote, read.head_slice)
-            n = len(self._regions)
-            with self._foreign("post read"):
+            cut = read.head_slice
+            key = (cut.local_offset_bytes, cut.remote_offset_bytes, cut.length_bytes)
+            lists = remote.lists.get(key)
+            if lists is None:
+                lists = remote.lists[key] = self._lists_for(remote, cut)
+            local, there = lists
+            runs = read.runs
+            if isinstance(runs, BlockPairs):
+                ours, theirs = _ascending(runs)
+                local_indices, remote_indices = local.of_ids(ours, "local"), there.of_ids(theirs, "remote")
+            else:
+                local_indices = local.of_runs([(run.local_start, run.count) for run in runs], "local")
+                remote_indices = there.of_runs([(run.remote_start, run.count) for run in runs], "remote")
+            try:
                 handle = self._agent.make_prepped_xfer(
-                    "READ",
-                    local_list,
-                    descriptor_indices(local_ids, n, self._regions[0].num_blocks),
-                    remote_list,
-                    descriptor_indices(remote_ids, n, remote.regions[0].num_blocks),
-                    backends=[self._backend],
+                    "READ", local.handle, local_indices, there.handle, remote_indices, b"", self._backends
                 )
-                posted = _NixlRead(self, handle)
-                self._handles.add(posted)
-                try:
-                    posted.state = _STATES[self._agent.transfer(handle)]
-                except BaseException:
-                    self._handles.discard(posted)
-                    raise
+            except self._foreign_errors as error:
+                raise self._ours(error, "prepare a read") from error
+            posted = _NixlRead(self, handle)
+            try:
+                posted.state = self._post(handle)
+            except self._foreign_errors as error:
+                raise self._ours(error, "post a read") from error
+            self._handles.add(posted)
             return posted
+
+    def _post(self, handle: Any) -> ReadState:
+        return _STATES[self._agent.transfer(handle)]
 
     def send_notice(self, *, peer: PeerKey, payload: bytes) -> None:
         """See `NoticePort.send_notice`."""
         with self._lock:
             self._require_open()
-            remote = self._peers.get(peer)
+            remote = self._peers.get((peer.engine_id, peer.rank))
             if remote is None:
                 raise PeerLostError(f"peer {peer.engine_id}/{peer.rank} is not connected")
             with self._foreign("send notice"):
@@ -253,33 +313,38 @@ class NixlTransport(KVTransport, NoticePort):
             for key in tuple(self._peers):
                 self._forget(key)
             for prepared in self._local_lists.values():
-                prepared.release()
+                prepared.handle.release()
             self._local_lists.clear()
             if self._registration is not None:
                 with self._foreign("deregister memory"):
-                    self._agent.deregister_memory(self._registration, backends=[self._backend])
+                    self._agent.deregister_memory(self._registration, backends=self._backends)
                 self._registration = None
             del self._agent
 
-    def _prepared(self, remote: _Peer, cut: HeadSlice) -> tuple[Any, Any]:
+    def prepare_again(self) -> Any:
+        """A new list of all our blocks, for measurements; `read` prepares each list once and keeps it."""
+        with self._lock, self._foreign("prepare descriptors"):
+            return self._list(_LOCAL, self._regions, 0, self._regions[0].block_bytes)
+
+    def _list(self, name: str, regions: tuple[KVRegion, ...], offset: int, length: int) -> _BlockList:
+        def prepare(rows: npt.NDArray[np.uint64]) -> Any:
+            return self._agent.prep_xfer_dlist(name, rows, self._memory_type, backends=self._backends)
+
+        return _BlockList(regions, offset, length, prepare)
+
+    def _lists_for(self, remote: _Peer, cut: HeadSlice) -> tuple[_BlockList, _BlockList]:
         ours = (cut.local_offset_bytes, cut.length_bytes)
         with self._foreign("prepare descriptors"):
             if ours not in self._local_lists:
-                self._local_lists[ours] = self._agent.prep_xfer_dlist(
-                    _LOCAL, _strided_rows(self._regions, *ours), self._memory_type, backends=[self._backend]
-                )
-            if cut not in remote.lists:
-                rows = _strided_rows(remote.regions, cut.remote_offset_bytes, cut.length_bytes)
-                remote.lists[cut] = self._agent.prep_xfer_dlist(
-                    remote.name, rows, self._memory_type, backends=[self._backend]
-                )
-        return self._local_lists[ours], remote.lists[cut]
+                self._local_lists[ours] = self._list(_LOCAL, self._regions, *ours)
+            theirs = self._list(remote.name, remote.regions, cut.remote_offset_bytes, cut.length_bytes)
+        return self._local_lists[ours], theirs
 
-    def _forget(self, key: PeerKey) -> None:
+    def _forget(self, key: tuple[str, int]) -> None:
         """Release our descriptor lists first, then NIXL's knowledge of the peer."""
         remote = self._peers.pop(key)
-        for prepared in remote.lists.values():
-            prepared.release()
+        for _, theirs in remote.lists.values():
+            theirs.handle.release()
         try:
             with self._foreign("remove peer"):
                 self._agent.remove_remote_agent(remote.name)
@@ -290,6 +355,9 @@ class NixlTransport(KVTransport, NoticePort):
     def _require_open(self) -> None:
         if self._closed:
             raise TransferError("the transport is closed")
+
+    def _ours(self, error: BaseException, doing: str) -> TransferError:
+        return self._errors.get(type(error), TransferError)(f"NIXL could not {doing}: {type(error).__name__}: {error}")
 
     def _foreign(self, doing: str) -> _Translate:
         return _Translate(self._errors, doing)
@@ -383,15 +451,42 @@ class _DoneRead(ReadHandle):
 _DONE_READ = _DoneRead()
 
 
-def _require_ids(ids: npt.NDArray[np.int64], num_blocks: int, side: str) -> None:
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= num_blocks:
-        raise LayoutError(f"{side} block {low if low < 0 else high} is outside 0..{num_blocks - 1}; nothing was posted")
+def _ascending(pairs: BlockPairs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Both sides' ids, by our id: NIXL merges what ascends on both sides.
+
+    Raises:
+        LayoutError: not as many ids there as here, or numbers beyond any block id.
+    """
+    if len(pairs.local_ids) != len(pairs.remote_ids):
+        raise LayoutError(f"{len(pairs.local_ids)} blocks here cannot come from {len(pairs.remote_ids)} there")
+    try:
+        ours, theirs = np.array(pairs.local_ids, dtype=np.int64), np.array(pairs.remote_ids, dtype=np.int64)
+    except OverflowError as error:
+        raise LayoutError("a block id is beyond 64 bits; nothing was posted") from error
+    if list(pairs.local_ids) != sorted(pairs.local_ids):
+        order = np.argsort(ours)
+        return ours[order], theirs[order]
+    return ours, theirs
 
 
 def _strided_rows(regions: tuple[KVRegion, ...], offset_bytes: int, length_bytes: int) -> npt.NDArray[np.uint64]:
-    runs = [strided_run(r, offset_bytes=offset_bytes, length_bytes=length_bytes) for r in regions]
-    return np.array([(r.address, r.length_bytes, r.device_id, r.stride_bytes, r.count) for r in runs], dtype=np.uint64)
+    # What fits the smallest block fits them all.
+    strided_run(min(regions, key=_block_bytes), offset_bytes=offset_bytes, length_bytes=length_bytes)
+    return np.array(
+        [
+            (r.base_address + offset_bytes, length_bytes, r.device_id, r.block_stride_bytes, r.num_blocks)
+            for r in regions
+        ],
+        dtype=np.uint64,
+    )
+
+
+_block_bytes = attrgetter("block_bytes")
+
+
+def _of(key: PeerKey) -> tuple[str, int]:
+    # A plain tuple is hashed and compared without running Python code.
+    return key.engine_id, key.rank
 
 
 def _text(name: str | bytes) -> str:

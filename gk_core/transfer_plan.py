@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import overload
 
-from attrs import frozen
+from attrs import field, frozen
 
 from gk_core.block_table import NULL_BLOCK_ID
 from gk_core.disaggregation import needed_range
@@ -165,6 +165,7 @@ class GroupBlocks:
         kind: attention kind of the group; a sliding id never stands for a full one.
         first_logical: logical block of the first id: entry of the request's block table, from 0.
         block_ids: consecutive entries; NULL_BLOCK_ID where nothing is.
+        is_run: whether the ids are neighbours in ascending order, so that their ends say everything.
 
     Raises:
         RequestError: a value that is no count or id; clients send these.
@@ -173,17 +174,35 @@ class GroupBlocks:
     kind: AttentionKind
     first_logical: int
     block_ids: tuple[int, ...]
+    is_run: bool = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         ids = self.block_ids
         # type() and not isinstance: True is an int, and an id of True would be block 1.
         if type(self.first_logical) is not int or not 0 <= self.first_logical <= _MOST_TOKENS:
             raise RequestError(f"first_logical must be an int 0..{_MOST_TOKENS}, got {shown(self.first_logical)}")
-        if ids and (set(map(type, ids)) != _INT or min(ids) < 0):
+        object.__setattr__(self, "is_run", _is_run(ids))
+        if ids and not self.is_run and (set(map(type, ids)) != _INT or min(ids) < 0):
             at, bad = next((i, b) for i, b in enumerate(ids) if type(b) is not int or b < 0)
             raise RequestError(
                 f"block id must be an int >= 0, got {shown(bad)} at entry {at} of group {self.kind.value}"
             )
+
+
+def _is_run(ids: tuple[int, ...]) -> bool:
+    """Whether ids are neighbours, ascending, and ints every one.
+
+    What equals an int without being one shows: a float in the type of the sum, and True below 2, where no run begins.
+    """
+    if not ids or type(ids[0]) is not int or type(ids[-1]) is not int:
+        return False
+    first, count = ids[0], len(ids)
+    return (
+        first > 1
+        and ids[-1] - first == count - 1
+        and ids == tuple(range(first, first + count))
+        and type(sum(ids)) is int
+    )
 
 
 _INT = {int}
@@ -220,6 +239,7 @@ def plan_pull(
     unit, sl, sr = peers.unit_tokens, peers.local_dcp_size, peers.remote_dcp_size
     cached = num_cached_tokens // (unit * sl) * sl
     spans: list[_Span] = []
+    are_runs = True
     for kind, ours, theirs in zip(peers.group_kinds, local, remote, strict=True):
         needed = needed_range(num_tokens, peers.sliding_window if kind is AttentionKind.SLIDING else None, unit)
         start, stop = max(needed.start, cached), needed.stop
@@ -227,9 +247,16 @@ def plan_pull(
             a = _needed_ids(ours, start, stop, sl * peers.local_units_per_id, "local")
             b = _needed_ids(theirs, start, stop, sr * peers.remote_units_per_id, "remote")
             spans.append((start, stop, a, b))
+            are_runs = are_runs and ours.is_run and theirs.is_run
+    plain = sl == sr == peers.local_units_per_id == peers.remote_units_per_id == 1
+    if plain and are_runs and spans and peers.kernel_blocks_per_unit == 1 and (whole := _whole_runs(spans, peers)):
+        of_ranks = [
+            RankRead(remote_rank=r.tp_rank, head_slice=r.head_slice, runs=() if r.notify_only else whole)
+            for r in peers.ranks
+        ]
+        return TransferPlan(reads=tuple(of_ranks), num_regions=peers.num_regions)
     local_ids = _checked_ids([a for *_, a, _ in spans], peers.local_num_ids, "local")
     remote_ids = _checked_ids([b for *_, b in spans], peers.remote_num_ids, "remote")
-    plain = sl == sr == peers.local_units_per_id == peers.remote_units_per_id == 1
     reads = []
     for rank in peers.ranks:
         pairs = (local_ids, remote_ids) if plain else _pairs_of_share(peers, rank.dcp_rank, spans)
@@ -287,6 +314,41 @@ def _checked_ids(groups: list[tuple[int, ...]], num_ids: int, side: str) -> list
         twice = next(i for i in ids if ids.count(i) > 1)
         raise RequestError(f"{side} block {twice} is named twice; a block has one place in one group")
     return ids
+
+
+def _whole_runs(spans: list[_Span], peers: PeerMap) -> tuple[BlockRun, ...]:
+    """One run per group of runs, or one for all where they are neighbours; empty where `_checked_ids` must look closer.
+
+    The common case, and the cheap one: the ends of a run say everything about its ids.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for _, _, ours, theirs in spans:
+        count, local, remote = len(ours), ours[0], theirs[0]
+        if local + count > peers.local_num_ids or remote + count > peers.remote_num_ids:
+            return ()
+        runs.append((local, remote, count))
+    runs.sort()
+    merged: list[BlockRun] = []
+    before = beyond = length = 0
+    for local, remote, count in runs:
+        if length and local == before + length and remote == beyond + length:
+            length += count
+            continue
+        if length:
+            if local < before + length:
+                return ()
+            merged.append(BlockRun(local_start=before, remote_start=beyond, count=length))
+        before, beyond, length = local, remote, count
+    merged.append(BlockRun(local_start=before, remote_start=beyond, count=length))
+    return tuple(merged) if _are_apart([(run.remote_start, run.count) for run in merged]) else ()
+
+
+def _are_apart(runs: list[tuple[int, int]]) -> bool:
+    """Whether no two runs of (start, count) share an id."""
+    if len(runs) == 1:
+        return True
+    runs.sort()
+    return all(a + n <= b for (a, n), (b, _) in itertools.pairwise(runs))
 
 
 def _pairs_of_share(peers: PeerMap, remote_dcp_rank: int, spans: list[_Span]) -> _Pairs:
