@@ -1,0 +1,207 @@
+"""NixlTransport where the contract cannot look: NIXL's errors, its lists and its threads."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+from gk_adapters.nixl_transport import FOREIGN_ERRORS, NixlTransport
+from gk_core.errors import LayoutError, PeerLostError, TransferError, UnsupportedError
+from gk_core.kv_layout import KVHalf
+from gk_core.ports import PeerAgent, PeerKey, ReadHandle, ReadState
+from gk_core.region import KVRegion
+from gk_core.transfer_plan import BlockPairs, BlockRun, HeadSlice, RankRead
+
+pytestmark = pytest.mark.nixl
+pytest.importorskip("nixl")
+
+BLOCK_BYTES, NUM_BLOCKS = 40, 24
+WHOLE = HeadSlice(local_offset_bytes=0, remote_offset_bytes=0, length_bytes=BLOCK_BYTES)
+PRODUCER = PeerKey(engine_id="P", rank=0)
+
+
+def region(base: int, index: int = 0, num_blocks: int = NUM_BLOCKS) -> KVRegion:
+    return KVRegion(
+        buffer_index=index // 2,
+        half=KVHalf(index % 2),
+        base_address=base + index * num_blocks * BLOCK_BYTES,
+        num_blocks=num_blocks,
+        block_bytes=BLOCK_BYTES,
+        block_stride_bytes=BLOCK_BYTES,
+    )
+
+
+class Agent:
+    """A transport over two regions of its own memory."""
+
+    count = 0
+
+    def __init__(self, name: str) -> None:
+        Agent.count += 1
+        self.memory = (ctypes.c_ubyte * (2 * NUM_BLOCKS * BLOCK_BYTES))()
+        base = ctypes.addressof(self.memory)
+        self.regions = tuple(region(base, i) for i in range(2))
+        self.transport = NixlTransport(agent_name=f"{name}-{Agent.count}")
+        self.blob = self.transport.register(regions=self.regions)
+
+    def block(self, index: int, block: int) -> bytes:
+        start = (index * NUM_BLOCKS + block) * BLOCK_BYTES
+        return bytes(self.memory[start : start + BLOCK_BYTES])
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Agent, Agent]]:
+    """(producer with a pattern, consumer that knows it)."""
+    producer, consumer = Agent("producer"), Agent("consumer")
+    producer.memory[:] = [i * 7 % 251 for i in range(len(producer.memory))]
+    consumer.transport.connect(peer=PeerAgent(key=PRODUCER, agent_metadata=producer.blob, regions=producer.regions))
+    yield producer, consumer
+    consumer.transport.close()
+    producer.transport.close()
+
+
+def finish(handle: ReadHandle, producer: Agent) -> ReadState:
+    for _ in range(1_000_000):
+        producer.transport.take_notices()
+        if (state := handle.poll()) is not ReadState.PENDING:
+            handle.release()
+            return state
+    raise AssertionError("the read does not end")
+
+
+def read_of(*runs: BlockRun) -> RankRead:
+    return RankRead(remote_rank=0, head_slice=WHOLE, runs=runs)
+
+
+def test_every_error_of_the_binding_is_mapped() -> None:
+    """By name: a NIXL that raises something new turns this red."""
+    bindings = import_module("nixl._bindings")
+    raised = {
+        name for name, value in vars(bindings).items() if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    assert raised == set(FOREIGN_ERRORS)
+    assert {FOREIGN_ERRORS[n] for n in ("nixlNotFoundError", "nixlRemoteDisconnectError")} == {PeerLostError}
+
+
+def test_a_hundred_requests_register_memory_once(pair: tuple[Agent, Agent]) -> None:
+    """However many pulls, and whatever their shape."""
+    producer, consumer = pair
+    for i in range(100):
+        run = BlockRun(local_start=i % 20, remote_start=i % 17, count=1 + i % 4)
+        assert finish(consumer.transport.read(peer=PRODUCER, read=read_of(run)), producer) is ReadState.DONE
+    assert (consumer.transport.num_register_calls, producer.transport.num_register_calls) == (1, 1)
+
+
+def test_metadata_does_not_grow_with_the_number_of_blocks() -> None:
+    """One entry per region: a pool a thousand times as large has as many bytes of metadata, give or take its digits."""
+    sizes = []
+    for num_blocks in (8, 8000):
+        memory = (ctypes.c_ubyte * (num_blocks * BLOCK_BYTES))()
+        transport = NixlTransport(agent_name=f"metadata-{num_blocks}")
+        sizes.append(len(transport.register(regions=(region(ctypes.addressof(memory), 0, num_blocks),))))
+        transport.close()
+    assert abs(sizes[1] - sizes[0]) < 64
+
+
+def test_scattered_blocks_land_where_they_belong_in_every_region(pair: tuple[Agent, Agent]) -> None:
+    """Pairs in no order; every byte is right and no other block is touched."""
+    producer, consumer = pair
+    there = {3: 20, 11: 2, 4: 5, 5: 6, 23: 0}
+    pairs = BlockPairs(local_ids=tuple(there), remote_ids=tuple(there.values()))
+    read = RankRead(remote_rank=0, head_slice=WHOLE, runs=pairs)
+    assert finish(consumer.transport.read(peer=PRODUCER, read=read), producer) is ReadState.DONE
+    for index in range(2):
+        for block in range(NUM_BLOCKS):
+            wanted = producer.block(index, there[block]) if block in there else bytes(BLOCK_BYTES)
+            assert consumer.block(index, block) == wanted
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [((24,), (1,)), ((1,), (24,)), ((-1,), (1,)), ((1,), (-1,)), ((2**40,), (1,)), ((1,), (2**70,)), ((1, 2), (1,))],
+)
+def test_no_address_outside_a_region_is_formed(
+    pair: tuple[Agent, Agent], local: tuple[int, ...], remote: tuple[int, ...]
+) -> None:
+    """Ids one past the end, below zero, beyond 32 and 64 bits, and unpaired: refused, nothing posted."""
+    _, consumer = pair
+    read = RankRead(remote_rank=0, head_slice=WHOLE, runs=BlockPairs(local_ids=local, remote_ids=remote))
+    with pytest.raises(LayoutError):
+        consumer.transport.read(peer=PRODUCER, read=read)
+    assert bytes(consumer.memory) == bytes(len(consumer.memory))
+
+
+def test_a_peer_with_more_blocks_than_an_index_holds_is_refused(pair: tuple[Agent, Agent]) -> None:
+    """2 regions of 2**30 blocks are 2**31 entries; NIXL's indices are int32."""
+    _, consumer = pair
+    regions = tuple(
+        KVRegion(
+            buffer_index=0,
+            half=KVHalf(i),
+            base_address=i * 2**50,
+            num_blocks=2**30,
+            block_bytes=BLOCK_BYTES,
+            block_stride_bytes=BLOCK_BYTES,
+        )
+        for i in range(2)
+    )
+    with pytest.raises(LayoutError, match="int32"):
+        consumer.transport.connect(
+            peer=PeerAgent(key=PeerKey(engine_id="big", rank=0), agent_metadata=b"x", regions=regions)
+        )
+
+
+def test_a_peers_regions_that_it_never_registered_are_refused_before_anything_moves(
+    pair: tuple[Agent, Agent],
+) -> None:
+    """A hello that lies about addresses: NIXL knows what the peer's agent registered."""
+    producer, consumer = pair
+    liar = PeerKey(engine_id="liar", rank=0)
+    elsewhere = tuple(region(producer.regions[0].base_address + 2**33, i) for i in range(2))
+    consumer.transport.connect(peer=PeerAgent(key=liar, agent_metadata=producer.blob, regions=elsewhere))
+    with pytest.raises(TransferError, match="NIXL could not"):
+        consumer.transport.read(peer=liar, read=read_of(BlockRun(local_start=1, remote_start=1, count=1)))
+    assert bytes(consumer.memory) == bytes(len(consumer.memory))
+
+
+def test_threads_may_read_send_and_connect_at_once(pair: tuple[Agent, Agent]) -> None:
+    """The engine's thread reads while handshakes connect on theirs."""
+    producer, consumer = pair
+    again = PeerAgent(key=PRODUCER, agent_metadata=producer.blob, regions=producer.regions)
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def busy() -> None:
+        try:
+            while not stop.is_set():
+                consumer.transport.connect(peer=again)
+                consumer.transport.send_notice(peer=PRODUCER, payload=b"n")
+                producer.transport.take_notices()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for i in range(50):
+        read = read_of(BlockRun(local_start=i % 20, remote_start=(i * 3) % 20, count=1 + i % 4))
+        assert finish(consumer.transport.read(peer=PRODUCER, read=read), producer) is ReadState.DONE
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_a_backend_that_is_not_there_is_a_typed_error() -> None:
+    """Which ones there are is said."""
+    with pytest.raises((UnsupportedError, TransferError)):
+        NixlTransport(agent_name="no-backend", backend="NO_SUCH_FABRIC")
+
+
+def test_nixl_says_nothing_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """It belongs to the program."""
+    NixlTransport(agent_name="quiet").close()
+    assert capfd.readouterr().out == ""
