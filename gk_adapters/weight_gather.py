@@ -6,8 +6,8 @@ moves bytes only:
 
 - values are moved as unsigned integers of their own width, so bfloat16 costs what uint16 costs;
 - a vector that is a stride over each of its stack axes (heads, experts, interleaved rows) becomes a strided view;
-- where the source's last axis is not the stack's last one the gather is a transposition: it runs in tiles of 64
-  source columns, so that each cache line is read once;
+- where the source's last axis is not the stack's last one the gather is a transposition: it runs in blocks of rows
+  that stay in cache while their columns are written out;
 - what no layer writes stays as it was: stacks start as zeros, and padding columns are never touched. Padding rows of a
   gathered tile are written as zeros.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import ml_dtypes
@@ -23,9 +24,9 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from gk_adapters.weight_axes import AxisPlan, Run, chunk_of, plan_axis, runs_of
 from gk_core.errors import CheckpointError
-from gk_core.weight_layouts import PADDING
-from gk_core.weight_parts import SourceAxis, SourceView, StackedWeightSpec, WeightPart
+from gk_core.weight_parts import SourceView, StackedWeightSpec, WeightPart
 
 __all__ = [
     "CHUNK_BYTES",
@@ -51,7 +52,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype(np.uint8),
 }
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
-_TILE_COLUMNS = 64
+_MIN_ROWS, _MAX_ROWS, _BLOCK_BYTES = 64, 512, 768 << 10
+_CACHE_LINE, _ROW_CONFLICT_BYTES = 64, 512
 CHUNK_BYTES = 32 << 20
 """Default bound on the source slice that one read takes, where the tensor can be cut."""
 
@@ -67,38 +69,6 @@ def as_integers(array: Array) -> Array:
     return integers
 
 
-@frozen(kw_only=True)
-class _AxisPlan:
-    """One source axis.
-
-    Attributes:
-        low, high: the rank needs source indices low..high-1; both 0 when all is padding.
-        strided: extents over the stack axes that hold real elements, when the vector is a stride over each of them.
-        strides: those strides, in source elements, relative to `low`.
-        indices: source index minus `low` per place, padding pointing anywhere.
-        padding: places that are padding.
-    """
-
-    stack_axes: tuple[int, ...]
-    shape: tuple[int, ...]
-    low: int
-    high: int
-    strided: tuple[int, ...] | None
-    strides: tuple[int, ...]
-    indices: Ints
-    padding: Ints
-
-
-@frozen(kw_only=True, eq=False)
-class _Tile:
-    """Source columns low..high-1 (those at `pick` of them, if not all) go to the stack places `where`."""
-
-    low: int
-    high: int
-    pick: Ints | None
-    where: tuple[Any, ...]
-
-
 @frozen(kw_only=True, eq=False)
 class PartPlan:
     """A part, ready to be executed for any layer.
@@ -108,26 +78,29 @@ class PartPlan:
         dtype: the stack's dtype.
         axes: one per viewed source axis.
         perm: stack axes in source order, unfed ones first.
-        tiles: of source columns, when the source's last axis goes elsewhere than to the stack's last axis.
+        runs: of source columns, when the source's last axis goes elsewhere than to the stack's last axis.
+        inner: the source axis that goes there then.
         chunk: places of the first source axis that one read takes.
         mapped_bytes: source bytes that one read touches at most.
     """
 
     part: WeightPart
     dtype: np.dtype[Any]
-    axes: tuple[_AxisPlan, ...]
+    axes: tuple[AxisPlan, ...]
     perm: tuple[int, ...]
-    tiles: tuple[_Tile, ...] | None
+    runs: tuple[Run, ...] | None
+    inner: int
     chunk: int
     mapped_bytes: int
 
 
 def plan_part(spec: StackedWeightSpec, part: WeightPart, source_dtype: str, chunk_bytes: int = CHUNK_BYTES) -> PartPlan:
     """Work out what no layer changes."""
-    axes = tuple(_plan_axis(axis) for axis in part.axes)
+    axes = tuple(plan_axis(axis) for axis in part.axes)
     fed = [a for axis in axes for a in axis.stack_axes]
     unfed = [a for a in range(len(part.starts)) if a not in fed]
     last = len(part.starts) - 1
+    inner = next((i for i, axis in enumerate(axes) if last in axis.stack_axes), len(axes) - 1)
     stored = math.prod(part.source_shape) // part.source_shape[0] * numpy_dtype(source_dtype).itemsize
     first = axes[0]
     rows = first.high - first.low
@@ -138,49 +111,11 @@ def plan_part(spec: StackedWeightSpec, part: WeightPart, source_dtype: str, chun
         dtype=numpy_dtype(spec.dtype),
         axes=axes,
         perm=(*unfed, *fed),
-        tiles=_tiles(axes[-1]) if len(axes) > 1 and last in fed and last not in axes[-1].stack_axes else None,
+        runs=None if inner == len(axes) - 1 else runs_of(axes[-1]),
+        inner=inner,
         chunk=max(1, chunk),
         mapped_bytes=max(1, chunk) * stored,
     )
-
-
-def _plan_axis(axis: SourceAxis) -> _AxisPlan:
-    indices = np.asarray(axis.indices, np.int64)
-    real = np.flatnonzero(indices != PADDING)
-    low, high = (int(indices[real].min()), int(indices[real].max()) + 1) if len(real) else (0, 0)
-    relative = np.where(indices == PADDING, 0, indices - low)
-    strided, strides = _as_strides(indices.reshape(axis.shape), low)
-    return _AxisPlan(
-        stack_axes=axis.stack_axes,
-        shape=axis.shape,
-        low=low,
-        high=high,
-        strided=strided,
-        strides=strides,
-        indices=relative,
-        padding=np.flatnonzero(indices == PADDING),
-    )
-
-
-def _as_strides(indices: Ints, low: int) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Extents and strides, when the real places are a box at the origin and each step along an axis is constant."""
-    real = indices != PADDING
-    if not real.flat[0] or indices.flat[0] != low:
-        return None, ()
-    extents, strides = [], []
-    for axis in range(indices.ndim):
-        line = np.moveaxis(indices, axis, 0)[(slice(None),) + (0,) * (indices.ndim - 1)]
-        count = int((line != PADDING).sum())
-        extents.append(count)
-        strides.append(int(line[1] - line[0]) if count > 1 else 0)
-    grid = low + sum(
-        (s * np.arange(n)).reshape([-1 if i == a else 1 for i in range(indices.ndim)])
-        for a, (n, s) in enumerate(zip(extents, strides, strict=True))
-    )
-    box = tuple(slice(n) for n in extents)
-    if int(real.sum()) != math.prod(extents) or not real[box].all() or not np.array_equal(indices[box], grid):
-        return None, ()
-    return tuple(extents), tuple(strides)
 
 
 def fill_part(plan: PartPlan, read: ReadSlice, layer: int | None, stack: Array) -> None:
@@ -202,13 +137,13 @@ def fill_part(plan: PartPlan, read: ReadSlice, layer: int | None, stack: Array) 
         place, axes = box, plan.axes
         if stop - start < first.high - first.low:
             place = box[tuple(_chunk_slice(plan, a, start, stop) for a in range(box.ndim))]
-            axes = (_chunk_axis(first, start, stop), *plan.axes[1:])
+            axes = (chunk_of(first, start, stop), *plan.axes[1:])
         turned = place.transpose(plan.perm)
         turned = turned[(0,) * (turned.ndim - sum(len(a.stack_axes) for a in axes))]
-        if plan.tiles is None:
+        if plan.runs is None:
             _straight(axes, values, turned)
         else:
-            _transposed(axes, plan.tiles, values, turned)
+            _transposed(axes, plan, values, turned)
 
 
 def source_slices(plan: PartPlan, layer: int | None, read: ReadSlice) -> Iterator[tuple[int, int, Array]]:
@@ -225,14 +160,6 @@ def _chunk_slice(plan: PartPlan, stack_axis: int, start: int, stop: int) -> slic
     if stack_axis != first.stack_axes[0]:
         return slice(None)
     return slice(start - first.low, stop - first.low)
-
-
-def _chunk_axis(axis: _AxisPlan, start: int, stop: int) -> _AxisPlan:
-    n = stop - start
-    return _AxisPlan(
-        stack_axes=axis.stack_axes, shape=(n,), low=start, high=stop, strided=(n,), strides=(1,),
-        indices=np.arange(n), padding=np.empty(0, np.int64),
-    )  # fmt: skip
 
 
 def _read(plan: PartPlan, name: str, read: ReadSlice, start: int, stop: int) -> Array:
@@ -268,7 +195,7 @@ def _converted(plan: PartPlan, name: str, values: Array) -> Array:
     return narrow
 
 
-def _straight(axes: tuple[_AxisPlan, ...], values: Array, turned: Array) -> None:
+def _straight(axes: tuple[AxisPlan, ...], values: Array, turned: Array) -> None:
     """Source order and stack order agree on the last axis: take rows, then one copy."""
     shape: list[int] = []
     strides: list[int] = []
@@ -288,7 +215,7 @@ def _straight(axes: tuple[_AxisPlan, ...], values: Array, turned: Array) -> None
     turned[tuple(places)] = np.lib.stride_tricks.as_strided(values, shape, strides, writeable=False)
 
 
-def _taken(values: Array, i: int, axis: _AxisPlan) -> Array:
+def _taken(values: Array, i: int, axis: AxisPlan) -> Array:
     """Axis i of `values` by index, zeros where the vector has padding."""
     taken = np.take(values, axis.indices, axis=i, mode="clip")
     if len(axis.padding):
@@ -296,36 +223,55 @@ def _taken(values: Array, i: int, axis: _AxisPlan) -> Array:
     return taken
 
 
-def _transposed(axes: tuple[_AxisPlan, ...], tiles: tuple[_Tile, ...], values: Array, turned: Array) -> None:
-    """Tile by tile of source columns, each tile's rows taken while it is in cache."""
-    *rows, columns = axes
-    n = turned.ndim - len(columns.shape)
-    turned = turned.transpose(*range(n, turned.ndim), *range(n))
-    row_shape = [extent for axis in rows for extent in axis.shape]
-    by_index = [(i, axis) for i, axis in enumerate(rows) if axis.strided != axis.shape or axis.strides != (1,)]
-    columns_first = (len(rows), *range(len(rows)))
-    for tile in tiles:
-        block = np.ascontiguousarray(values[..., tile.low : tile.high])
-        for i, axis in by_index:
-            block = _taken(block, i, axis)
-        if tile.pick is not None:
-            block = block[..., tile.pick]
-        block = block.transpose(columns_first)
-        turned[tile.where] = block.reshape(len(block), *row_shape)
+def _transposed(axes: tuple[AxisPlan, ...], plan: PartPlan, values: Array, turned: Array) -> None:
+    """Block by block of the rows that end up along the stack's last axis, run by run of columns."""
+    assert plan.runs is not None
+    others = [i for i in range(len(axes) - 1) if i != plan.inner]
+    places = _places_of_axes(axes)
+    turned = turned.transpose([a for i in (len(axes) - 1, *others, plan.inner) for a in places[i]])
+    values = values.transpose([*others, plan.inner, len(axes) - 1])
+    for i, other in enumerate(others):
+        if not axes[other].is_plain:
+            values = _taken(values, i, axes[other])
+    shape = [extent for i in others for extent in axes[i].shape]
+    inner = axes[plan.inner]
+    if not inner.is_plain:
+        values = _contiguous(values)  # or each take would make a copy of its own
+    *outer, length = inner.shape
+    size = max(_MIN_ROWS, min(_MAX_ROWS, _BLOCK_BYTES // (values.shape[-1] * values.itemsize)))
+    for k, at in enumerate(np.ndindex(*outer)):
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            rows = _rows(values, inner, k * length + start, k * length + stop)
+            place = (..., *at, slice(start, stop))
+            target = turned[place]
+            for run in plan.runs:
+                columns = np.moveaxis(rows[..., run.source], -1, 0)
+                target[run.where] = columns.reshape(len(columns), *shape, stop - start)
 
 
-def _tiles(columns: _AxisPlan) -> tuple[_Tile, ...]:
-    """Real places by ascending source index, cut into tiles."""
-    real = np.setdiff1d(np.arange(len(columns.indices)), columns.padding)
-    order = real[np.argsort(columns.indices[real], kind="stable")]
-    tiles = []
-    for start in range(0, len(order), _TILE_COLUMNS):
-        places = order[start : start + _TILE_COLUMNS]
-        sources = columns.indices[places]
-        low, high = int(sources[0]), int(sources[-1]) + 1
-        where: tuple[Any, ...] = np.unravel_index(places, columns.shape)
-        if len(where) == 1 and (np.diff(places) == 1).all():
-            where = (slice(int(places[0]), int(places[-1]) + 1),)
-        pick = None if np.array_equal(sources, np.arange(low, high)) else sources - low
-        tiles.append(_Tile(low=low, high=high, pick=pick, where=where))
-    return tuple(tiles)
+def _contiguous(values: Array) -> Array:
+    """Contiguous rows, with a cache line to spare where their length would send all rows to the same few cache sets."""
+    if values.shape[-1] * values.itemsize % _ROW_CONFLICT_BYTES:
+        return np.ascontiguousarray(values)
+    spare = np.empty((*values.shape[:-1], values.shape[-1] + _CACHE_LINE // values.itemsize), values.dtype)
+    spare[..., : values.shape[-1]] = values
+    return spare
+
+
+def _places_of_axes(axes: tuple[AxisPlan, ...]) -> list[range]:
+    """Positions of each source axis' stack axes in a box turned to source order."""
+    ends = list(accumulate(len(axis.shape) for axis in axes))
+    return [range(end - len(axis.shape), end) for end, axis in zip(ends, axes, strict=True)]
+
+
+def _rows(values: Array, axis: AxisPlan, start: int, stop: int) -> Array:
+    """Places start..stop-1 of the second axis from the end, zeros where they are padding."""
+    if axis.is_plain:
+        return values[..., start:stop, :]
+    indices = axis.indices[start:stop]
+    rows: Array = np.take(values, indices, axis=-2)
+    low, high = np.searchsorted(axis.padding, (start, stop))
+    if high > low:
+        rows[..., axis.padding[low:high] - start, :] = 0
+    return rows
