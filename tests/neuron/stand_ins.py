@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
+import numpy as np
 import torch
 
+from gk_adapters.neuron.holder import tensor_over
+from gk_adapters.torch_dtypes import array_of
 from gk_core.decode_mesh import DecodeMesh
 from gk_core.decode_step import ControlShape
 from gk_core.kernel_contract import DecodeCall, KernelContract, TensorSpec, check_decode_call
@@ -11,9 +17,10 @@ from gk_core.kv_layout import KByteOrder, KVLayout, layout_for
 from gk_core.kv_spec import KVDtype, LayerKVSpec, honest_specs
 from gk_core.model_geometry import ModelGeometry
 from gk_core.ports import DecodeKernel
+from gk_kernels.simulator import simulate
 from tests.builders import make_small_geometry
 
-__all__ = ["MetaKernel", "control_of", "small_contract", "small_stacks"]
+__all__ = ["MetaKernel", "WrapNki", "control_of", "small_contract", "small_stacks"]
 
 WEIGHTS = {"W_qkv": (6, 10), "sink": (3,), "expert_down_weights": (5, 7, 6)}
 """Name -> shape of one layer: few, and all different."""
@@ -80,3 +87,56 @@ class MetaKernel(DecodeKernel[torch.Tensor]):
         check_decode_call(call, self.contract)
         self.calls.append(call)
         return torch.empty(call.hidden.shape, dtype=call.hidden.dtype, device=call.hidden.device)
+
+
+class WrapNki:
+    """torch_neuronx's `wrap_nki` for an NKI kernel, run in gk's simulator, with the refusals of the documents:
+
+    - the bracket takes one number, and a kernel's degree must match the graph's ("Using Logical NeuronCores (LNC) with
+      NKI");
+    - arguments are tensors, which become operands one by one, or constants, which are hashed; NKI takes no lists
+      (`torch_neuronx/nki_hop.py`, "How to work with NKI kernels from torch-neuronx");
+    - an operand that the kernel writes must be among what it returns, or the graph does not learn of the write (the
+      same: aliases of operands and outputs).
+    """
+
+    def __init__(self, kernel: Any, lnc: int = 1, graph_lnc: int = 1) -> None:
+        self.kernel, self.lnc, self.graph_lnc = kernel, lnc, graph_lnc
+
+    def __getitem__(self, grid: int) -> WrapNki:
+        if type(grid) is not int:
+            raise TypeError(f"the launch bracket takes one number, got {grid!r}")
+        return WrapNki(self.kernel, grid, self.graph_lnc)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run once."""
+        if self.lnc != self.graph_lnc:
+            raise RuntimeError(f"kernel of degree {self.lnc} in a graph of degree {self.graph_lnc}")
+        names = list(inspect.signature(self.kernel).parameters)
+        if len(args) != len(names):
+            raise TypeError(f"{len(names)} parameters, {len(args)} arguments")
+        operands = {n: a for n, a in zip(names, args, strict=True) if isinstance(a, torch.Tensor)}
+        for name, value in zip(names, args, strict=True):
+            if isinstance(value, list):
+                raise TypeError(f"{name}: NKI takes no list arguments")
+            if name not in operands:
+                _refuse_tensors(name, value)
+                hash((name, value))
+        arrays = [array_of(a.detach()) if isinstance(a, torch.Tensor) else a for a in args]
+        before = {n: array_of(t).tobytes() for n, t in operands.items()}
+        outputs = simulate(self.kernel, ranks=1, rank_args=[tuple(arrays)], lnc=self.lnc).outputs[0]
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        returned = {np.asarray(o).tobytes() for o in outputs}
+        for name, tensor in operands.items():
+            now = array_of(tensor).tobytes()
+            if now != before[name] and now not in returned:
+                raise RuntimeError(f"operand {name} is written but is no output: the graph would drop the write")
+        return tuple(tensor_over(np.array(o)) for o in outputs)
+
+
+def _refuse_tensors(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: a tensor inside a tuple is a constant, not an operand")
+    if isinstance(value, tuple):
+        for part in value:
+            _refuse_tensors(name, part)
