@@ -22,6 +22,8 @@ COMMANDS = {
     "simulate": ("gk_adapters.cli.simulate", "simulate", "Run an NKI kernel in the simulator."),
     "serve": ("gk_adapters.cli.serve", "serve", "Print and run the vLLM command of a prefill or decode server."),
     "proxy": ("gk_adapters.cli.proxy", "proxy", "One server in front of prefill and decode servers."),
+    "doctor": ("gk_adapters.cli.doctor", "doctor", "What is installed here, and what will therefore run where."),
+    "bench": ("gk_adapters.cli.bench", "bench", "Benchmarks, each with a peer in the same run."),
 }
 
 
