@@ -20,7 +20,7 @@ from gk_adapters.nki_kernel import giga_kernel, scratch_slots
 from gk_adapters.torch_model import load_torch_model
 from gk_adapters.weight_stacks import build_stacks
 from gk_core.errors import LayoutError, MissingDependencyError, UnsupportedError
-from gk_core.kernel_contract import DecodeCall, StackedKV
+from gk_core.kernel_contract import DecodeCall, PerBufferKV, StackedKV
 from gk_core.kv_layout import KByteOrder
 from gk_core.kv_spec import KVDtype, honest_specs
 from gk_core.stacked_weights import build_stacked_weight_specs
@@ -188,7 +188,11 @@ def test_a_cache_that_is_written_but_not_returned_is_refused(world: World) -> No
     def forgetful(*args: Any) -> Any:
         return entry(*args)[0]
 
-    call = evolve(world.call(), weights=world.stacks)
+    call = world.call()
+    kv = call.per_buffer_kv
+    assert kv is not None
+    empty = PerBufferKV(k=tuple(map(torch.zeros_like, kv.k)), v=tuple(map(torch.zeros_like, kv.v)))
+    call = evolve(call, weights=world.stacks, per_buffer_kv=empty)
     with pytest.raises(RuntimeError, match="operand K_cache_buf_0 is written but is no output"):
         WrapNki(forgetful)[1](*world.kernel.arguments(call))
 
