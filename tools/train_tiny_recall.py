@@ -43,10 +43,10 @@ class Stage(NamedTuple):
 
 
 LEARNING = (  # at the full learning rate
-    Stage(4, 12, 16, 1600, 400, until=0.9),
-    Stage(8, 18, 24, 1600, 200, until=0.93),
-    Stage(16, 30, 40, 2048, 150, until=0.85),
-    Stage(32, 40, 72, 2560, 300, until=0.9),
+    Stage(4, 12, 16, 1600, 250, until=0.9),
+    Stage(8, 18, 24, 1600, 150, until=0.93),
+    Stage(16, 30, 40, 2048, 150, until=0.93),
+    Stage(32, 40, 72, 2560, 300, until=0.93),
 )
 SETTLING = (  # while it falls
     Stage(32, 40, 160, 3072, 90),
@@ -108,14 +108,12 @@ def init_params(config: Config, seed: int) -> dict[str, Tensor]:
     c, q, kv = config, config.q_heads * config.head_dim, config.kv_heads * config.head_dim
     embedding = torch.randn(c.vocab_size, c.hidden, generator=gen) * 0.5
     quiet, slots = embedding[task.VALUE_QUIET : task.VALUE_LOUD], embedding[task.SLOT : task.RECORD]
-    loud = embedding[task.VALUE_LOUD : task.SLOT]
     # What a record says need not be found out, only how to look it up.
     embedding[task.RECORD : task.FILLER] = (slots[:, None] + quiet).flatten(0, 1) / math.sqrt(2)
-    embedding[task.VALUE_LOUD : task.SLOT] = (quiet + loud) / math.sqrt(2)
     params = {
         "model.embed_tokens.weight": embedding,
         "model.norm.weight": torch.ones(c.hidden),
-        "lm_head.weight": embedding * (2 / math.sqrt(c.hidden)),
+        "lm_head.weight": normal(c.vocab_size, c.hidden),
     }
     for i in range(c.layers):
         layer = {
@@ -139,10 +137,6 @@ def init_params(config: Config, seed: int) -> dict[str, Tensor]:
             "self_attn.o_proj.bias": c.hidden,
             "mlp.router.bias": c.experts,
         }
-        if i % 2:  # full layers begin by attending to what resembles the query
-            k_heads = layer["self_attn.k_proj.weight"].view(c.kv_heads, 1, c.head_dim, c.hidden)
-            alike = k_heads.expand(-1, c.q_heads // c.kv_heads, -1, -1).reshape(q, c.hidden)
-            layer["self_attn.q_proj.weight"] = (layer["self_attn.q_proj.weight"] + alike) / math.sqrt(2)
         layer |= {name: torch.zeros(size) for name, size in biases.items()}
         params |= {f"model.layers.{i}.{name}": value for name, value in layer.items()}
     return {name: value.requires_grad_() for name, value in params.items()}
@@ -289,7 +283,7 @@ def train(seed: int, report: Callable[[str], None], state_file: Path | None = No
     quantized_from = sum(stage.steps for stage in SETTLING) - QUANTIZED_STEPS
     while progress.stage < len(stages):
         for group in optimizer.param_groups:
-            group["lr"] = progress.learning_rate() * group["gain"]
+            group["lr"] = progress.learning_rate()
         stage = stages[progress.stage]
         recall, line = _train_step(params, optimizer, rng, stage, progress.settled >= quantized_from)
         progress.advance(recall)
@@ -303,16 +297,11 @@ def train(seed: int, report: Callable[[str], None], state_file: Path | None = No
 
 
 def _make_optimizer(params: dict[str, Tensor]) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only. Sinks move 10 times as fast: they have farther to go."""
-    sinks = [p for name, p in params.items() if name.endswith("sinks")]
-    vectors = [p for name, p in params.items() if name.endswith(("bias", "norm.weight"))]
-    rest = {id(p) for p in (*sinks, *vectors)}
+    """AdamW; weight decay on matrices only."""
+    vectors = [p for name, p in params.items() if name.endswith(("bias", "norm.weight", "sinks"))]
+    rest = {id(p) for p in vectors}
     matrices = [p for p in params.values() if id(p) not in rest]
-    groups = [
-        {"params": matrices, "weight_decay": 0.02, "gain": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "gain": 1.0},
-        {"params": sinks, "weight_decay": 0.0, "gain": 10.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=(0.9, 0.98))
 
 
