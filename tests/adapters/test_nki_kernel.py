@@ -185,6 +185,10 @@ def test_a_stacked_cache_gives_what_per_buffer_caches_do(tmp_path: Path) -> None
     call = _call(engines)
     hidden = kernel.step(call=evolve(call, per_buffer_kv=None, stacked_kv=stacked))
     assert torch.equal(hidden, kernel.step(call=call))
+    theirs = _engines(model, KVDtype.FP32, KByteOrder.TOKEN_MAJOR)
+    assert _relative(hidden, theirs.kernel.step(call=_call(theirs))) <= FLOAT32
+    for mine, other in zip(engines.buffers, theirs.buffers, strict=True):
+        assert _relative(mine, other) <= FLOAT32
     for i, buffer in enumerate(engines.buffers):
         assert torch.equal(stacked.k[i], buffer[0])
         assert torch.equal(stacked.v[i], buffer[1])
