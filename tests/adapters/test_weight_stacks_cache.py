@@ -167,6 +167,8 @@ def test_a_build_that_fails_leaves_no_entry_and_its_good_layers(small: HFCheckpo
     key = cache_key(small, SPECS)
     assert not cache.entry(key).exists()
     partial = cache.directory / f"{key}.partial"
+    stored = (partial / "stacks.safetensors").stat()
+    assert stored.st_blocks * 512 >= stored.st_size > sum(s.num_bytes for s in SPECS)  # space is taken first
     noted = [json.loads(line)[0] for line in (partial / "journal").read_text().splitlines()]
     assert noted == ["embed_tokens", "lm_head", "final_norm", "layer 0", "layer 1"]
     spoiled = cache.directory / "copy"
