@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from gk_adapters.cli.common import console, emit_json, json_option
@@ -33,13 +34,13 @@ def doctor(context: click.Context, as_json: bool) -> None:
         for column in ("package", "version", "state", "extra", ""):
             packages.add_column(column)
         for p in found.packages:
-            packages.add_row(p.name, p.version or "-", p.state.value, p.extra, p.why)
+            packages.add_row(p.name, p.version or "-", p.state.value, p.extra, escape(p.why))
         out.print(packages)
         runs = Table(title="What runs where", title_justify="left", box=None)
         for column in ("part", "where", "because"):
             runs.add_column(column)
         for r in found.runs:
-            runs.add_row(r.part, r.where, r.why)
+            runs.add_row(r.part, r.where, escape(r.why))
         out.print(runs)
         for problem in found.problems:
             out.print(f"problem: {problem}", markup=False)

@@ -234,3 +234,9 @@ def test_the_target_can_be_overridden(machine: Path) -> None:
 def test_wanted_takes_its_first_name() -> None:
     """What a report calls it when none is installed."""
     assert Wanted(distributions=("a", "b"), at_least="1", extra="x").name == "a"
+
+
+def test_install_hints_keep_their_brackets() -> None:
+    """What to type is printed as it must be typed, extra and all."""
+    result = CliRunner().invoke(doctor, [])
+    assert "gk-decode[neuron]" in " ".join(result.output.split())
