@@ -27,9 +27,15 @@ from gk_core.weight_parts import StackedWeightSpec
 from tests.synthetic_checkpoint import SMALL, all_specs
 
 MEDIUM = evolve(
-    SMALL, num_layers=12, hidden_size=1056, intermediate_size=1120, head_size=32, attention_kinds=alternating_kinds(12)
+    SMALL,
+    num_layers=12,
+    hidden_size=1056,
+    intermediate_size=1120,
+    head_size=32,
+    num_experts=3,
+    attention_kinds=alternating_kinds(12),
 )
-"""12 layers of about 6 MB: long enough to be interrupted anywhere."""
+"""12 layers of about 5 MB: long enough to be interrupted anywhere."""
 
 
 def medium_specs() -> tuple[StackedWeightSpec, ...]:
