@@ -21,25 +21,61 @@ from collections.abc import Mapping
 import torch
 from attrs import evolve
 
-from gk_adapters.torch_decode_plan import KindPlan, StepPlan, plan_step
-from gk_adapters.torch_kv import BoundHalf, KVCodec
-from gk_adapters.torch_layers import LayerWeights, layer_views
-from gk_adapters.torch_math import apply_rope, attend, project, rms_norm, rope_factors
+from gk_adapters.torch_attention import attention_block
+from gk_adapters.torch_decode_plan import StepPlan, plan_step
+from gk_adapters.torch_kv import KVCodec
+from gk_adapters.torch_layers import views_of_layers
+from gk_adapters.torch_math import rms_norm, rope_factors
 from gk_adapters.torch_moe import experts_forward, route
 from gk_core.errors import LayoutError, UnsupportedError
 from gk_core.kernel_contract import DecodeCall, KernelContract, KVScales, check_decode_call
 from gk_core.kv_layout import KVHalf
-from gk_core.kv_spec import KVDtype
+from gk_core.kv_spec import KVDtype, kv_heads_per_rank
 from gk_core.model_geometry import AttentionKind, ModelGeometry, require_gk_geometry
 from gk_core.ports import DecodeKernel
 
-__all__ = ["TorchDecodeKernel"]
+__all__ = ["BoundCall", "CallBinder", "TorchDecodeKernel", "step_factors"]
 
-KVPair = tuple[BoundHalf, BoundHalf]
+
+class CallBinder:
+    """Checks a rank's calls, and holds views of its weights and cache from call to call.
+
+    Raises:
+        UnsupportedError: layers that do not alternate.
+        LayoutError: geometry and contract disagree.
+    """
+
+    def __init__(self, contract: KernelContract, geometry: ModelGeometry) -> None:
+        require_gk_geometry(geometry)
+        _require_agreement(contract, geometry)
+        self.contract = contract
+        self.geometry = geometry
+        # torch stores the e4m3 dialect as e4m3fn (see torch_dtypes): the check must ask for what is stored.
+        stored = contract.layout
+        if stored.dtype is KVDtype.FP8_E4M3:
+            stored = evolve(stored, dtype=KVDtype.FP8_E4M3FN)
+        self._checked_contract = evolve(contract, layout=stored)
+        self._seen: tuple[object, ...] | None = None
+        self._bound: BoundCall | None = None
+        self._lock = threading.Lock()
+
+    def bind(self, call: DecodeCall[torch.Tensor]) -> BoundCall:
+        """Check a call where it differs in shape, or in weights and cache, from the last one.
+
+        Raises:
+            LayoutError: it is not what the contract allows.
+        """
+        seen = _signature(call)
+        with self._lock:
+            if self._bound is None or seen != self._seen:
+                check_decode_call(call, self._checked_contract)
+                self._bound = BoundCall(call, self.contract, self.geometry)
+                self._seen = seen
+            return self._bound
 
 
 class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
-    """One decode engine's kernel.
+    """The kernel of a decode engine of one rank; `TorchMeshKernel` is that of one rank of many.
 
     Not for two threads at once over one cache; the kernel itself keeps nothing of a step.
 
@@ -53,18 +89,13 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
     """
 
     def __init__(self, *, contract: KernelContract, geometry: ModelGeometry) -> None:
-        require_gk_geometry(geometry)
-        _require_agreement(contract, geometry)
+        if contract.mesh.world_size != 1:
+            raise UnsupportedError(
+                f"this kernel runs one rank, got a mesh of {contract.mesh.world_size}; use TorchMeshKernel"
+            )
         self.contract = contract
         self.geometry = geometry
-        # torch stores the e4m3 dialect as e4m3fn (see torch_dtypes): the check must ask for what is stored.
-        stored = contract.layout
-        if stored.dtype is KVDtype.FP8_E4M3:
-            stored = evolve(stored, dtype=KVDtype.FP8_E4M3FN)
-        self._checked_contract = evolve(contract, layout=stored)
-        self._seen: tuple[object, ...] | None = None
-        self._bound: _Bound | None = None
-        self._lock = threading.Lock()
+        self._binder = CallBinder(contract, geometry)
 
     def step(self, *, call: DecodeCall[torch.Tensor]) -> torch.Tensor:
         """Run all layers for one token per row; rows that are not active come back as zeros.
@@ -73,12 +104,12 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
             LayoutError: the call is not what the contract allows; nothing was written.
         """
         with torch.inference_mode():
-            bound = self._bind(call)
+            bound = self._binder.bind(call)
             dtype = call.hidden.dtype
             plan = plan_step(call.control, self.contract.layout, dtype)
             if plan is not None:
                 x = call.hidden.index_select(0, plan.active)
-                factors = _rope_factors(call, plan)
+                factors = step_factors(call, plan)
                 hidden = self._run(x, plan, factors, bound, call.scales, clean=False)
                 if not torch.isfinite(hidden).all():
                     hidden = self._run(x, plan, factors, bound, call.scales, clean=True)
@@ -93,7 +124,7 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
         x: torch.Tensor,
         plan: StepPlan,
         factors: tuple[torch.Tensor, torch.Tensor],
-        bound: _Bound,
+        bound: BoundCall,
         scales: KVScales,
         *,
         clean: bool,
@@ -103,7 +134,7 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
             kind = plan.sliding if geometry.attention_kinds[layer_id] is AttentionKind.SLIDING else plan.full
             kv = bound.kv[layer_id // 2]
             normed = rms_norm(x, weights.input_norm, geometry.rms_norm_eps)
-            x = x + self._attention(normed, weights, kind, factors, kv, bound.codec, scales, clean=clean)
+            x = x + attention_block(normed, weights, kind, factors, kv, bound.codec, scales, clean=clean)
             normed = rms_norm(x, weights.post_norm, geometry.rms_norm_eps)
             ids, shares = route(normed, weights.router, weights.router_bias, geometry.experts_per_token)
             x = x + experts_forward(
@@ -111,62 +142,13 @@ class TorchDecodeKernel(DecodeKernel[torch.Tensor]):
             )
         return x
 
-    def _attention(
-        self,
-        x: torch.Tensor,
-        weights: LayerWeights,
-        plan: KindPlan,
-        factors: tuple[torch.Tensor, torch.Tensor],
-        kv: KVPair,
-        codec: KVCodec,
-        scales: KVScales,
-        *,
-        clean: bool,
-    ) -> torch.Tensor:
-        d, heads = self.contract.layout.head_size, self.contract.layout.num_kv_heads
-        rows = x.shape[0]
-        qkv = project(x, weights.qkv, weights.qkv_bias).view(rows, -1, d)
-        rotated = apply_rope(qkv[:, :-heads], factors)
-        q, k_new, v_new = rotated[:, :-heads], rotated[:, -heads:], qkv[:, -heads:]
-        k = _keys(codec, kv[0], codec.encode(k_new, scales.k), plan, clean=clean)
-        v = _keys(codec, kv[1], codec.encode(v_new, scales.v), plan, clean=clean)
-        out = attend(
-            q.view(rows, heads, -1, d), k, v, mask=plan.mask, sink=weights.sink, softmax_scale=scales.k * d**-0.5
-        )
-        if scales.v != 1.0:
-            out = out * scales.v
-        return project(out.reshape(rows, -1), weights.out, weights.out_bias)
 
-    def _bind(self, call: DecodeCall[torch.Tensor]) -> _Bound:
-        """Check the call where it differs in shape, or in weights and cache, from the last one."""
-        seen = _signature(call)
-        with self._lock:
-            if self._bound is None or seen != self._seen:
-                check_decode_call(call, self._checked_contract)
-                self._bound = _Bound(call, self.contract, self.geometry)
-                self._seen = seen
-            return self._bound
-
-
-def _keys(codec: KVCodec, half: BoundHalf, new: torch.Tensor, plan: KindPlan, *, clean: bool) -> torch.Tensor:
-    """Write this step's K (or V) [a, h, d], then read what each row attends to: [a, h, S, d]."""
-    if len(plan.places):
-        codec.write(half, plan.places, new if plan.written is None else new[plan.written])
-    rows, heads, d = new.shape
-    read = codec.gather(half, plan.head_blocks, plan.num_blocks).view(rows, heads, -1, d)
-    if clean:
-        read = read.masked_fill(~plan.valid, 0.0)
-    if plan.own is not None:
-        read[plan.own.rows, :, plan.own.positions] = codec.decode(new[plan.own.rows])
-    return read
-
-
-class _Bound:
+class BoundCall:
     """Views of the weights and the cache, and the tensors themselves so that their ids stay theirs."""
 
     def __init__(self, call: DecodeCall[torch.Tensor], contract: KernelContract, geometry: ModelGeometry) -> None:
         self.keep = _tensors(call.weights, call)
-        self.layers = layer_views(call.weights, contract, geometry, call.rank)
+        self.layers = views_of_layers(call.weights, geometry, contract.mesh, call.rank)
         self.codec = KVCodec(contract.layout, call.hidden.dtype)
         kv = call.per_buffer_kv or call.stacked_kv
         assert kv is not None  # check_decode_call demands one of the two
@@ -199,20 +181,17 @@ def _signature(call: DecodeCall[torch.Tensor]) -> tuple[object, ...]:
     )
 
 
-def _rope_factors(call: DecodeCall[torch.Tensor], plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def step_factors(call: DecodeCall[torch.Tensor], plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary factors of the active rows."""
     cos, sin = (t.index_select(1, plan.active) for t in (call.control.cos, call.control.sin))
     return rope_factors(cos, sin)
 
 
 def _require_agreement(contract: KernelContract, geometry: ModelGeometry) -> None:
-    if contract.mesh.world_size != 1:
-        raise UnsupportedError(
-            f"this kernel runs one rank, got a mesh of {contract.mesh.world_size}; use tp_size 1, dp_size 1"
-        )
     layout = contract.layout
     for name, ours, theirs in (
         ("num_layers", geometry.num_layers, layout.num_layers),
-        ("num_kv_heads", geometry.num_kv_heads, layout.num_kv_heads),
+        ("num_kv_heads", kv_heads_per_rank(geometry.num_kv_heads, contract.mesh.tp_size), layout.num_kv_heads),
         ("head_size", geometry.head_size, layout.head_size),
         ("hidden_size", geometry.hidden_size, contract.hidden_size),
         ("sliding_window", geometry.sliding_window, contract.shape.sliding_window),

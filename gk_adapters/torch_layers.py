@@ -9,10 +9,9 @@ from attrs import frozen
 
 from gk_adapters.torch_moe import Experts
 from gk_core.decode_mesh import DecodeMesh
-from gk_core.kernel_contract import KernelContract
 from gk_core.model_geometry import ModelGeometry
 
-__all__ = ["LayerWeights", "layer_views", "views_of_layers"]
+__all__ = ["LayerWeights", "views_of_layers"]
 
 
 @frozen(kw_only=True, eq=False)
@@ -35,17 +34,10 @@ class LayerWeights:
     experts: Experts
 
 
-def layer_views(
-    stacks: Mapping[str, torch.Tensor], contract: KernelContract, geometry: ModelGeometry, rank: int
-) -> tuple[LayerWeights, ...]:
-    """Views of every layer; a stack whose leading axis is 1 serves all layers."""
-    return views_of_layers(stacks, geometry, contract.mesh, rank)
-
-
 def views_of_layers(
     stacks: Mapping[str, torch.Tensor], geometry: ModelGeometry, mesh: DecodeMesh, rank: int
 ) -> tuple[LayerWeights, ...]:
-    """The same without a contract."""
+    """Views of every layer; a stack whose leading axis is 1 serves all layers."""
     experts = mesh.experts(rank, geometry.num_experts)
     kv_heads = len(mesh.kv_heads(rank, geometry.num_kv_heads))
     layers = []

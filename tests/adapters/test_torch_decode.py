@@ -151,6 +151,19 @@ def test_slots_of_the_rows_own_blocks_that_hold_no_key_are_not_read(model: Torch
     assert torch.allclose(dirty.step_logits([(IDS[300], 300, tables)])[0], wanted, atol=2e-5)
 
 
+@pytest.mark.parametrize("stale", [-1, 0, 40, 2**31 - 1])
+def test_table_entries_that_are_not_needed_may_hold_anything(model: TorchModel, stale: int) -> None:
+    """Before the window, and past the position: other adapters pad with -1, and freed rows keep old ids."""
+    engines = make_engines(model)
+    tables = _prefilled(engines, 383)[0]
+    rows: list[Any] = [(IDS[383], 383, tables)]
+    wanted = engines.step(rows)
+    call = _call(engines, rows)
+    call.control.block_table[0, 3:] = stale
+    call.control.block_table_swa[0, 0] = stale  # the window of 383 begins with its last block
+    assert torch.equal(engines.kernel.step(call=call), wanted)
+
+
 def test_nan_in_a_key_that_is_read_is_not_hidden(model: TorchModel) -> None:
     """A damaged cache must show, not be smoothed over."""
     engines = make_engines(model)
@@ -198,8 +211,7 @@ def test_weights_are_not_copied_or_changed_by_a_step(model: TorchModel) -> None:
     tables = _prefilled(engines, 20)[0]
     before = {name: stack.clone() for name, stack in model.stacks.items()}
     engines.step([(IDS[20], 20, tables)])
-    bound = engines.kernel._bound
-    assert bound is not None
+    bound = engines.kernel._binder.bind(_call(engines, [(IDS[21], 21, tables)]))
     storages = {stack.untyped_storage().data_ptr() for stack in model.stacks.values()}
     for layer in bound.layers:
         views = (layer.qkv, layer.out, layer.sink, layer.router, *layer.experts.gate_up, *layer.experts.down)
@@ -436,7 +448,7 @@ def test_a_kernel_and_a_model_that_do_not_fit_are_refused(model: TorchModel) -> 
     contract = torch_contract(model, layout=engines.layout, shape=engines.shape)
     with pytest.raises(LayoutError, match="sliding_window of the model is 64, the contract has 128"):
         TorchDecodeKernel(contract=contract, geometry=evolve(geometry, sliding_window=64))
-    with pytest.raises(UnsupportedError, match="got a mesh of 2"):
+    with pytest.raises(UnsupportedError, match="got a mesh of 2; use TorchMeshKernel"):
         TorchDecodeKernel(contract=evolve(contract, mesh=DecodeMesh(tp_size=2, ep_size=2)), geometry=geometry)
 
 
