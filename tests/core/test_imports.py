@@ -83,7 +83,6 @@ DOORS = {
     "click": "cli",
     "httpx": "proxy",
     "huggingface_hub": "vllm",
-    "jinja2": "text",
     "msgspec": "peer_codec",
     "neuronx_distributed": "neuron",
     "nixl": "nixl_transport",
@@ -102,16 +101,22 @@ DOORS = {
 }
 """Third party -> the module or sub-package of gk_adapters through which it comes in."""
 
-ALSO_TORCH = {"vllm", "neuron", "hf_reference.py", "bench_naive_stacks.py", "nodes.py"}
-"""Where torch comes along: with systems that hand out its tensors, in a peer to measure against, and in the root that
-puts the torch adapters together."""
+ALSO_TORCH = {"vllm", "neuron", "hf_reference.py", "bench_naive_stacks.py", "nki_kernel.py", "nodes.py"}
+"""Where torch comes along: with systems that hand out its tensors, in a peer to measure against, in the kernel port that
+takes the engines' tensors, and in the root that puts the torch adapters together."""
+
+WIRE_OF_VLLM = {"vllm/handshake_channel.py": {"msgspec", "zmq"}}
+"""vLLM's own handshake is msgpack over ZeroMQ; answering it takes what it takes."""
 
 
 def door_allows(path: Path, package: str) -> bool:
     inside = path.relative_to(ADAPTERS)
     door = DOORS.get(package, "nowhere")
     return (
-        inside.match(f"{door}.py") or inside.parts[0] == door or (package == "torch" and inside.parts[0] in ALSO_TORCH)
+        inside.match(f"{door}.py")
+        or inside.parts[0] == door
+        or (package == "torch" and inside.parts[0] in ALSO_TORCH)
+        or package in WIRE_OF_VLLM.get(inside.as_posix(), set())
     )
 
 
