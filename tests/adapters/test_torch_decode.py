@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gk_adapters.torch_decode import TorchDecodeKernel
 from gk_adapters.torch_kv import stacked_kv
@@ -218,6 +219,41 @@ def test_weights_are_not_copied_or_changed_by_a_step(model: TorchModel) -> None:
         assert {v.untyped_storage().data_ptr() for v in views} <= storages
         assert layer.experts.gate_up[0].dim() == 2  # one matrix for gate and up, and still a view
     assert all(torch.equal(before[name], stack) for name, stack in model.stacks.items())
+
+
+class _WeightReaders(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every operation that reads a weight matrix and makes a new tensor: name, matrix elements, new elements."""
+
+    def __init__(self, stacks: dict[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = {stack.untyped_storage().data_ptr() for stack in stacks.values()}
+        self.seen: list[tuple[str, int, int]] = []
+
+    def _is_weight(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self.storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        # The smallest matrix is the router's, 96 x 5; sinks and biases of one layer are smaller.
+        read = [a.numel() for a in args if self._is_weight(a) and a.numel() >= 96 * 5]
+        outs = [o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor)]
+        made = [o.numel() for o in outs if not self._is_weight(o)]
+        if read and made:
+            self.seen.append((func.name(), max(read), max(made)))
+        return out
+
+
+def test_no_operation_of_a_step_makes_a_tensor_as_large_as_a_matrix_it_reads(model: TorchModel) -> None:
+    """Counted at the dispatcher: products only, no copies, casts or stacks of weights."""
+    engines = make_engines(model)
+    tables = _prefilled(engines, 20)[0]
+    call = _call(engines, [(IDS[20], 20, tables)])
+    with _WeightReaders(model.stacks) as readers:
+        engines.kernel.step(call=call)
+    # Per layer: qkv, output and router products, and up to four experts twice.
+    products = [name for name, _, _ in readers.seen if "mv" in name or "mm" in name]
+    assert len(products) == 4 * (3 + 2 * 4)
+    assert [entry for entry in readers.seen if entry[2] >= entry[1]] == []
 
 
 def test_a_weight_whose_leading_axis_is_one_serves_all_layers(model: TorchModel) -> None:

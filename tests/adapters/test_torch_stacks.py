@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gk_adapters.hf_checkpoint import HFCheckpoint
 from gk_adapters.torch_model import load_torch_model, resident_stacks
@@ -103,11 +103,15 @@ def test_expert_stacks_hold_whole_experts_with_gate_and_up_apart(
             assert torch.equal(down, source("mlp.experts.down_proj")[expert])
 
 
-def test_a_fused_row_splits_in_pairs() -> None:
-    """[g0, u0, g1, u1] = [1, 10, 2, 20]: gate [1, 2], up [10, 20], and a cut between pairs keeps them together."""
-    row = torch.tensor([1.0, 10.0, 2.0, 20.0])
-    assert (row[0::2].tolist(), row[1::2].tolist()) == ([1.0, 2.0], [10.0, 20.0])
-    assert (row[2:][0::2].tolist(), row[2:][1::2].tolist()) == ([2.0], [20.0])
+def test_a_fused_row_splits_in_pairs(tmp_path: Path) -> None:
+    """[g0, u0, g1, u1] = [1, 10, 2, 20]: gate [1, 2], up [10, 20]."""
+    make_hf_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.gate_up_proj"][3, 7, :4] = torch.tensor([1.0, 10.0, 2.0, 20.0])
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = build_plain_stacks(HFCheckpoint(tmp_path), MESHES["1"], 0)["expert_gate_up_weights"]
+    assert weights[1, 3, 0, 7, :2].tolist() == [1.0, 2.0]
+    assert weights[1, 3, 1, 7, :2].tolist() == [10.0, 20.0]
 
 
 def test_experts_are_dealt_whole() -> None:
