@@ -15,6 +15,8 @@ PACKAGES := gk_core gk_kernels gk_adapters
 MODEL := models/tiny-recall
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
+# The tests' and the demo's tensors are small: one thread is faster than two that wait for each other.
+export OMP_NUM_THREADS ?= 1
 
 .PHONY: env demo test test-all lint types unit bench clean
 
