@@ -33,6 +33,7 @@ class TorchDecodeLoop:
         max_new_tokens: how many steps there is room for.
         kv_dtype: of the cache.
         packed: pair-packed K (FP8 only).
+        prepack: see `TorchDecodeKernel`.
         block_size: tokens per block.
 
     Raises:
@@ -47,6 +48,7 @@ class TorchDecodeLoop:
         max_new_tokens: int,
         kv_dtype: KVDtype = KVDtype.BF16,
         packed: bool = False,
+        prepack: bool = False,
         block_size: int = 128,
     ) -> None:
         geometry = model.config.geometry
@@ -75,7 +77,7 @@ class TorchDecodeLoop:
                 prefill.prefill(token_ids=prompt[:-1], start_position=0, tables=tables)
         self._tracked = TrackedControl(self._shape)
         self._kernel = TorchDecodeKernel(
-            contract=torch_contract(model, layout=layout, shape=self._shape), geometry=geometry
+            contract=torch_contract(model, layout=layout, shape=self._shape), geometry=geometry, prepack=prepack
         )
         self._builder = TorchCallBuilder(model=model, kv=per_buffer_kv(buffers, layout), tracked=self._tracked)
         self._sampler = TorchSampler(model=model)

@@ -11,9 +11,20 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
+from gk_core.errors import UnsupportedError
 from gk_core.model_geometry import YarnRope
 
-__all__ = ["add_product", "apply_rope", "attend", "project", "rms_norm", "rope_factors", "rope_tables"]
+__all__ = [
+    "Matrix",
+    "PackedMatrix",
+    "add_product",
+    "apply_rope",
+    "attend",
+    "project",
+    "rms_norm",
+    "rope_factors",
+    "rope_tables",
+]
 
 MASKED = -1e30
 """Added to the score of a key that must not be read: its weight is exactly 0, and no inf - inf can arise."""
@@ -66,16 +77,43 @@ def apply_rope(x: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor]) -> t
     return torch.addcmul(halves * same, halves.flip(2), crossed).flatten(-2)
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+class PackedMatrix:
+    """A bfloat16 matrix [K, N] in oneDNN's own order: a copy that multiplies faster, most of all for 2 rows and more.
+
+    Raises:
+        UnsupportedError: another dtype, or a torch without oneDNN.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        if weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            raise UnsupportedError(
+                f"prepacked matrices need bfloat16 and a torch with oneDNN, got {weight.dtype}; leave prepack off"
+            )
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] @ the matrix + bias [N]."""
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return product
+
+
+Matrix = torch.Tensor | PackedMatrix
+
+
+def project(x: torch.Tensor, weight: Matrix, bias: torch.Tensor) -> torch.Tensor:
     """x [T, K] @ weight [K, N] + bias [N]. One token with weights that lie [N, K] in memory goes as matrix-vector."""
+    if isinstance(weight, PackedMatrix):
+        return weight(x, bias)
     if x.shape[0] == 1 and weight.stride(0) == 1:
         return torch.addmv(bias, weight.t(), x[0]).unsqueeze(0)
     return torch.addmm(bias, x, weight)
 
 
-def add_product(target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """target [T, N] += x [T, K] @ weight [K, N], in the same two ways."""
-    if x.shape[0] == 1 and weight.stride(0) == 1:
+def add_product(target: torch.Tensor, x: torch.Tensor, weight: Matrix) -> None:
+    """target [T, N] += x [T, K] @ weight [K, N], in the same ways."""
+    if isinstance(weight, PackedMatrix):
+        target.add_(weight(x, None))
+    elif x.shape[0] == 1 and weight.stride(0) == 1:
         target[0].addmv_(weight.t(), x[0])
     else:
         target.addmm_(x, weight)

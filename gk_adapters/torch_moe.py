@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from gk_adapters.torch_math import add_product, project
+from gk_adapters.torch_math import Matrix, PackedMatrix, add_product, project
 
 __all__ = ["Experts", "dequantise_rows", "experts_forward", "route", "swiglu"]
 
@@ -22,7 +22,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 
 def route(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, experts_per_token: int
+    x: torch.Tensor, weight: Matrix, bias: torch.Tensor, experts_per_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert ids and weights [T, k] of tokens x [T, H]: top-k logits, then softmax over the winners only."""
     top = torch.topk(project(x, weight, bias), experts_per_token, dim=-1)
@@ -60,8 +60,8 @@ class Experts:
     """One layer's experts of this rank, as views of the stacks, taken apart once and not per step.
 
     Attributes:
-        gate_up: [K, 2I] per expert, or gate and up [2, K, I] where memory allows no such view; or MXFP4 bytes
-            [2, I, K / 2].
+        gate_up: [K, 2I] per expert, perhaps prepacked; or gate and up [2, K, I] where memory allows no such view; or
+            MXFP4 bytes [2, I, K / 2].
         gate_up_scale: [2, I, K / 32] per expert; None for float experts.
         gate_up_bias: [X, 2I], +1 folded into up.
         down: [I, H] per expert, float; or MXFP4 bytes [H, I / 2].
@@ -71,26 +71,28 @@ class Experts:
         num_experts: of the whole model.
     """
 
-    gate_up: tuple[torch.Tensor, ...]
+    gate_up: tuple[Matrix, ...]
     gate_up_scale: tuple[torch.Tensor, ...] | None
     gate_up_bias: torch.Tensor
-    down: tuple[torch.Tensor, ...]
+    down: tuple[Matrix, ...]
     down_scale: tuple[torch.Tensor, ...] | None
     down_bias: torch.Tensor
     first: int
     num_experts: int
 
-    def gate_up_of(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    def gate_up_of(self, expert: int, dtype: torch.dtype) -> Matrix:
         """[K, 2I] (or [2, K, I]) of one local expert."""
-        if self.gate_up_scale is None:
-            return self.gate_up[expert]
-        return dequantise_rows(self.gate_up[expert], self.gate_up_scale[expert], dtype).flatten(0, 1).t()
+        matrix = self.gate_up[expert]
+        if self.gate_up_scale is None or isinstance(matrix, PackedMatrix):
+            return matrix
+        return dequantise_rows(matrix, self.gate_up_scale[expert], dtype).flatten(0, 1).t()
 
-    def down_of(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    def down_of(self, expert: int, dtype: torch.dtype) -> Matrix:
         """[I, H] of one local expert."""
-        if self.down_scale is None:
-            return self.down[expert]
-        return dequantise_rows(self.down[expert], self.down_scale[expert], dtype).t()
+        matrix = self.down[expert]
+        if self.down_scale is None or isinstance(matrix, PackedMatrix):
+            return matrix
+        return dequantise_rows(matrix, self.down_scale[expert], dtype).t()
 
 
 def experts_forward(
@@ -159,8 +161,8 @@ def _local_pairs(ids: torch.Tensor, experts: Experts) -> _Pairs | None:
     )
 
 
-def _add_gate_up(target: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    if weight.dim() == 2:
+def _add_gate_up(target: torch.Tensor, x: torch.Tensor, weight: Matrix) -> None:
+    if isinstance(weight, PackedMatrix) or weight.dim() == 2:
         add_product(target, x, weight)
         return
     for columns, matrix in zip(target.chunk(2, dim=1), weight, strict=True):
