@@ -35,8 +35,10 @@ QUIET = {
     "NIXL_LOG_LEVEL": "WARN",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_LEVEL": "INFO",
 }
-"""vLLM compiles one helper of its log-probabilities for ten seconds; nothing else is gained by that here."""
+"""vLLM compiles one helper of its log-probabilities for ten seconds; nothing else is gained by that here. The level, so
+that the servers' logs say what the tests read in them, whatever the tests' own process has set."""
 
 
 @define(eq=False)
