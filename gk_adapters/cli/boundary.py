@@ -19,7 +19,7 @@ from gk_core.errors import RequestError
 
 __all__ = ["boundary"]
 
-_STOCK_TOLERANCE = 0.005
+_STOCK_TOLERANCE = 1e-3
 _GK_TOLERANCE = 1e-4
 
 
@@ -33,9 +33,10 @@ _GK_TOLERANCE = 1e-4
 @click.option("--block-size", type=click.IntRange(16, 256), default=128, show_default=True, help="With --spawn.")
 @click.option("--window", type=click.IntRange(1), default=128, show_default=True, help="To name the rule's lengths.")
 @click.option("--native-decode", is_flag=True, help="With --spawn: no giga kernel on the decode server.")
+@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="With --spawn: folder for server logs.")
 @click.option("--extra", multiple=True, metavar="ARG", help="With --spawn: passed on to vLLM; may be given often.")
 @click.option("--tokens", "num_tokens", type=click.IntRange(1), default=8, show_default=True, help="To generate.")
-@click.option("--tolerance", type=float, default=None, help="Of a log-probability; 1e-4, for stock 0.005.")
+@click.option("--tolerance", type=float, default=None, help="Of a log-probability; 1e-4, for stock 1e-3.")
 @click.option("--max-token-id", type=click.IntRange(4), default=500, show_default=True)
 @click.option("--shared-prefix", is_flag=True, help="Prompts begin alike, so that prefix caches find something.")
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Of each prompt.")
@@ -53,6 +54,7 @@ def boundary(
     block_size: int,
     window: int,
     native_decode: bool,
+    logs: Path | None,
     extra: tuple[str, ...],
     num_tokens: int,
     tolerance: float | None,
@@ -101,7 +103,7 @@ def boundary(
             prefix_caching=not stock,
             extra=extra,
         )
-        with _spawned(base) as targets:
+        with _spawned(base, logs) as targets:
             report = sweep(targets, settings, on_result=show)
     _print_report(report, as_json, block_size, window)
     if report.differing_lengths:
@@ -109,15 +111,18 @@ def boundary(
 
 
 @contextlib.contextmanager
-def _spawned(base: ServerSettings) -> Iterator[Targets]:
+def _spawned(base: ServerSettings, logs: Path | None) -> Iterator[Targets]:
     ports = free_ports(5)
     settings = [
         evolve(base, kind=ServerKind.PREFILL, port=ports[0], side_channel_port=ports[3]),
         evolve(base, kind=ServerKind.DECODE, port=ports[1], side_channel_port=ports[4]),
         evolve(base, kind=ServerKind.SINGLE, port=ports[2], prefix_caching=False),
     ]
-    with tempfile.TemporaryDirectory() as logs, started_servers(settings, logs=Path(logs)) as servers:
-        yield Targets(prefill=servers[0].url, decode=servers[1].url, single=servers[2].url, model=base.model)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        with started_servers(settings, logs=folder) as servers:
+            yield Targets(prefill=servers[0].url, decode=servers[1].url, single=servers[2].url, model=base.model)
 
 
 def _print_report(report: SweepReport, as_json: bool, block_size: int, window: int) -> None:

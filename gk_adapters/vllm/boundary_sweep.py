@@ -6,6 +6,7 @@ It shows only against an engine that moved nothing.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,9 @@ __all__ = [
     "prompt_of",
     "sweep",
 ]
+
+
+_WARM_UP_TOKENS = 40
 
 
 @frozen(kw_only=True)
@@ -119,6 +123,7 @@ class SweepReport:
             "max_logprob_difference": self.max_logprob_difference,
             "connector": self.connector,
             "tolerance": self.tolerance,
+            "logprob_differences": {str(r.length): r.logprob_difference for r in self.results if r.logprob_difference},
             "errors": {str(r.length): r.error for r in self.results if r.error},
         }
 
@@ -147,7 +152,14 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 def sweep(
     targets: Targets, settings: SweepSettings, *, on_result: Callable[[LengthResult], None] | None = None
 ) -> SweepReport:
-    """Send every prompt; an answer that is an error belongs to its length and stops nothing."""
+    """Send every prompt; an answer that is an error belongs to its length and stops nothing.
+
+    Each server first computes one prompt by itself: vLLM 0.28's own CPU attention ends its process with an illegal
+    instruction on processors with AMX when the first thing that it ever runs is a decode step.
+    """
+    for url in sorted({targets.prefill, targets.decode, targets.single}):
+        with contextlib.suppress(TransferError):
+            post_json(f"{url}/v1/completions", _body(targets, prompt_of(settings, _WARM_UP_TOKENS), 1))
     with ThreadPoolExecutor(settings.workers) as threads:
         results: list[LengthResult] = []
         for result in threads.map(lambda n: _check(targets, settings, n), settings.lengths):
@@ -171,16 +183,7 @@ class _Answer:
 
 
 def _check(targets: Targets, settings: SweepSettings, length: int) -> LengthResult:
-    body = {
-        "model": targets.model,
-        "prompt": prompt_of(settings, length),
-        "temperature": 0,
-        "max_tokens": settings.num_tokens,
-        "logprobs": 1,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "ignore_eos": True,
-    }
+    body = _body(targets, prompt_of(settings, length), settings.num_tokens)
     equal, difference, transferred, generation = True, 0.0, False, False
     try:
         # A salt of its own: the single engine may also be the prefill server, and must not find what that computed.
@@ -202,6 +205,19 @@ def _check(targets: Targets, settings: SweepSettings, length: int) -> LengthResu
         transferred=transferred,
         generation=generation,
     )
+
+
+def _body(targets: Targets, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": targets.model,
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "ignore_eos": True,
+    }
 
 
 def _prefill(targets: Targets, body: dict[str, Any]) -> dict[str, Any] | None:

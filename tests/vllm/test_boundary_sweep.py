@@ -90,7 +90,7 @@ def test_equal_answers_are_no_difference() -> None:
         report = sweep(targets(url), SweepSettings(lengths=(1, 5, 255), workers=2))
     assert report.as_json() == {
         "lengths_checked": [1, 5, 255], "differing_lengths": [], "max_logprob_difference": 0.0, "connector": "gk",
-        "tolerance": 1e-4, "errors": {},
+        "tolerance": 1e-4, "logprob_differences": {}, "errors": {},
     }  # fmt: skip
 
 
@@ -105,6 +105,7 @@ def test_other_tokens_log_probabilities_and_errors_are_each_a_difference() -> No
     assert report.differing_lengths == (255, 256, 257)
     assert report.max_logprob_difference == pytest.approx(0.03)
     assert report.connector == "stock"
+    assert report.as_json()["logprob_differences"] == {"256": pytest.approx(0.03), "258": pytest.approx(5e-5)}
     assert "answered 500" in report.as_json()["errors"]["257"]
 
 
@@ -113,13 +114,12 @@ def test_the_offer_is_passed_on_whole_and_repeats_are_prefilled_anew() -> None:
     upstream = Upstream()
     with serving(upstream) as url:
         sweep(targets(url), SweepSettings(lengths=(9,), repeats=2))
-    kinds = [(b.get("kv_transfer_params") or {}).get("do_remote_decode", "single") for b in upstream.seen]
-    offers = [
-        b["kv_transfer_params"] for b in upstream.seen if (b.get("kv_transfer_params") or {}).get("remote_generation")
-    ]
-    assert kinds.count(True) == 2
-    assert offers == [upstream.offer] * 2
-    assert "cache_salt" in upstream.seen[0]
+    warm_up, *asked = upstream.seen
+    params = [b.get("kv_transfer_params") or {} for b in asked]
+    assert [p.get("do_remote_decode", False) for p in params] == [False, True, False, True, False]
+    assert [p for p in params if "remote_generation" in p] == [upstream.offer] * 2
+    assert "kv_transfer_params" not in warm_up
+    assert "cache_salt" in asked[0]
 
 
 def test_prompts_are_the_same_each_time_and_share_a_prefix_where_asked() -> None:
