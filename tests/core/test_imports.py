@@ -102,8 +102,8 @@ DOORS = {
 """Third party -> the module or sub-package of gk_adapters through which it comes in."""
 
 ALSO_TORCH = {"vllm", "neuron", "hf_reference.py", "bench_naive_stacks.py", "nki_kernel.py", "nodes.py"}
-"""Where torch comes along: with systems that hand out its tensors, in a peer to measure against, in the kernel port that
-takes the engines' tensors, and in the root that puts the torch adapters together."""
+"""Where torch comes along: with systems that hand out its tensors, in a peer to measure against, in the kernel port
+that takes the engines' tensors, and in the root that puts the torch adapters together."""
 
 WIRE_OF_VLLM = {"vllm/handshake_channel.py": {"msgspec", "zmq"}}
 """vLLM's own handshake is msgpack over ZeroMQ; answering it takes what it takes."""
