@@ -357,10 +357,14 @@ def test_connector_settings_are_read() -> None:
     """Defaults, and each key."""
     assert connector_settings(SimpleNamespace(kv_connector_extra_config={})) == ConnectorSettings()
     extra = {
-        "kv_lease_duration": 12, "gk_max_lease_seconds": 700, "gk_pull_deadline_seconds": 5.5,
-        "backends": ["LIBFABRIC"], "gk_progress_thread": True, "gk_allowed_producers": ["h1:5600", "[::1]:5601"],
+        "kv_lease_duration": 12,
+        "gk_max_lease_seconds": 700,
+        "gk_pull_deadline_seconds": 5.5,
+        "backends": ["LIBFABRIC"],
+        "gk_progress_thread": True,
+        "gk_allowed_producers": ["h1:5600", "[::1]:5601"],
         "gk_weights_id": "w",
-    }  # fmt: skip
+    }
     read = connector_settings(SimpleNamespace(kv_connector_extra_config=extra))
     assert read == ConnectorSettings(
         lease_seconds=12.0, max_lease_seconds=700.0, pull_deadline_seconds=5.5, backend="LIBFABRIC",
