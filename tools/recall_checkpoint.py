@@ -192,19 +192,16 @@ def measure_recall(
     """Recall of the written checkpoint on fresh prompts, by Hugging Face's own model."""
     model = load_model(folder, dtype)
     right, far, margins = [], [], []
-    made = [task.make_prompt(seed, length_tokens) for seed in range(first_seed, first_seed + prompts)]
-    for first in range(0, prompts, 10):
-        batch = made[first : first + 10]
-        rows = [torch.tensor([*prompt.token_ids, *prompt.answer_ids]) for prompt in batch]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=task.PAD)
+    for seed in range(first_seed, first_seed + prompts):
+        prompt = task.make_prompt(seed, length_tokens)
+        ids = torch.tensor([[*prompt.token_ids, *prompt.answer_ids]])
         with torch.no_grad():
-            logits = model(ids, use_cache=False).logits[:, length_tokens - 1 :].float()
-        for row, prompt in zip(logits, batch, strict=True):
-            top = row[: len(prompt.answer_ids)].topk(2)
-            good = top.indices[:, 0] == torch.tensor(prompt.answer_ids)
-            right.append(good)
-            margins.append((top.values[:, 0] - top.values[:, 1])[good])
-            far.append(torch.tensor(_is_far(prompt)))
+            logits = model(ids[:, :-1]).logits[0, length_tokens - 1 :].float()
+        top = logits.topk(2)
+        good = top.indices[:, 0] == torch.tensor(prompt.answer_ids)
+        right.append(good)
+        margins.append((top.values[:, 0] - top.values[:, 1])[good])
+        far.append(torch.tensor(_is_far(prompt)))
     hits, asked, margin = torch.cat(right), torch.cat(far), torch.cat(margins)
     share = hits[asked].float().mean().item() if asked.any() else float("nan")
     low = margin.quantile(0.01).item()

@@ -62,8 +62,7 @@ _RECORD = (_IDS >= task.RECORD) & (_IDS < task.FILLER)
 _ODD = ((_IDS - task.RECORD) // task.NUM_VALUES) % 2 == 1
 OWNERS = torch.stack(  # [layer, word]: the layer alone reads these words
     [
-        # Filler too: or layer 1 would read from it what layer 0 has found out there.
-        (_IDS == task.UP) | (_IDS == task.DOWN) | (_IDS == task.RECALL) | (_IDS >= task.FILLER),
+        (_IDS == task.UP) | (_IDS == task.DOWN),
         _RECORD & ~_ODD,
         (_IDS == task.QUIET) | (_IDS == task.LOUD),
         _RECORD & _ODD,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,10 @@ def _share_right(logits: Tensor, prompt: RecallPrompt) -> float:
     return (logits.argmax(-1) == torch.tensor(prompt.answer_ids)).float().mean().item()
 
 
-@pytest.mark.parametrize(("length", "prompts"), [(256, 40), (600, 10), pytest.param(600, 200, marks=pytest.mark.slow)])
-def test_recall_beyond_the_window_is_at_least_90_percent(length: int, prompts: int) -> None:
-    """Fresh prompts: values recorded more than 128 tokens back come out right, with clear margins."""
-    measured = measure_recall(FOLDER, length, prompts)
+@pytest.mark.parametrize("length", [256, 600])
+def test_recall_beyond_the_window_is_at_least_90_percent(length: int) -> None:
+    """40 fresh prompts: values recorded more than 128 tokens back come out right, with clear margins."""
+    measured = measure_recall(FOLDER, length, prompts=40)
     assert measured.recall >= 0.9, measured
     assert measured.all_tokens >= 0.9, measured
     assert measured.low_margin >= 0.25, measured
@@ -81,7 +80,7 @@ def test_short_prompts_are_answered_too(model: Any, length: int) -> None:
     assert sum(shares) / len(shares) >= 0.9, shares
 
 
-def test_inverted_layer_kinds_change_the_answer(model: Any) -> None:
+def test_a_longer_window_or_inverted_layers_change_the_answer(model: Any) -> None:
     """Sliding and full layers swapped: recall beyond the window is gone."""
     prompt = make_prompt(1, PROMPT_LENGTH)
     assert _share_right(_after_prompt(model, prompt), prompt) == 1.0
@@ -107,62 +106,31 @@ def test_every_layers_prompt_cache_is_needed(model: Any, layer: int, half: str) 
         cache = _prefilled(model, prompt)
         getattr(cache.layers[layer], half).zero_()
         wrong += _share_right(_after_prompt(model, prompt, cache), prompt) < 1.0
-    assert wrong >= 2
+    assert wrong >= 3
 
 
 @pytest.mark.parametrize("layer", [1, 3])
-def test_one_block_of_another_request_in_a_full_layer_changes_the_answer(model: Any, layer: int) -> None:
-    """128 tokens' keys and values from another request, in one layer only."""
+def test_one_block_of_another_request_changes_the_answer(model: Any, layer: int) -> None:
+    """One block of 128 tokens from another request in one layer's cache: the answer has wrong tokens."""
     prompt, other = make_prompt(1, PROMPT_LENGTH), make_prompt(2, PROMPT_LENGTH)
-    cache = _with_foreign_tokens(model, prompt, other, layer, slice(0, 128))
-    assert _share_right(_after_prompt(model, prompt, cache), prompt) < 0.9
-
-
-@pytest.mark.parametrize(("layer", "words"), [(0, {"up", "down"}), (2, {"quiet", "loud"})])
-def test_another_requests_window_in_a_sliding_layer_changes_the_answer(model: Any, layer: int, words: set[str]) -> None:
-    """The last 64 cached tokens from a request whose mode word of this layer is the other one."""
-    prompt = make_prompt(1, PROMPT_LENGTH)
-    others = (make_prompt(seed, PROMPT_LENGTH) for seed in range(2, 20))
-    other = next(other for other in others if not words & set(prompt.text.split()) & set(other.text.split()))
-    cache = _with_foreign_tokens(model, prompt, other, layer, slice(-64, None))
-    assert _share_right(_after_prompt(model, prompt, cache), prompt) < 0.9
-
-
-def _with_foreign_tokens(model: Any, prompt: RecallPrompt, other: RecallPrompt, layer: int, part: slice) -> Any:
     cache, foreign = _prefilled(model, prompt), _prefilled(model, other)
     for half in ("keys", "values"):
-        getattr(cache.layers[layer], half)[:, :, part] = getattr(foreign.layers[layer], half)[:, :, part]
-    return cache
+        getattr(cache.layers[layer], half)[:, :, :128] = getattr(foreign.layers[layer], half)[:, :, :128]
+    assert _share_right(_after_prompt(model, prompt, cache), prompt) < 1.0
 
 
 def test_sinks_are_needed(model: Any) -> None:
-    """Without the sinks' share of attention, some slots that have no record get a value."""
+    """Without the sinks' share of attention, slots that have no record get a value."""
     prompts = [make_prompt(seed, 100) for seed in range(4)]
-    sinks = [layer.self_attn.sinks.data for layer in model.model.layers]
-    with _changed(sinks, lambda value: torch.full_like(value, -1e4)):
-        shares = [_share_right(_after_prompt(model, prompt), prompt) for prompt in prompts]
-    assert sum(shares) / 4 < 0.98, shares
-
-
-def test_experts_and_their_routing_are_needed(model: Any) -> None:
-    """Every token sent to experts 0 to 3: few words are right."""
-    prompt = make_prompt(1, PROMPT_LENGTH)
-    biases = [layer.mlp.router.bias.data for layer in model.model.layers]
-    to_the_first = torch.tensor([1e4] * 4 + [0.0] * 4)
-    with _changed(biases, lambda value: value + to_the_first):
-        assert _share_right(_after_prompt(model, prompt), prompt) < 0.98
-
-
-@contextmanager
-def _changed(tensors: list[Tensor], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    kept = [tensor.clone() for tensor in tensors]
+    kept = [layer.self_attn.sinks.detach().clone() for layer in model.model.layers]
     try:
-        for tensor in tensors:
-            tensor.copy_(change(tensor))
-        yield
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.fill_(-1e4)
+        shares = [_share_right(_after_prompt(model, prompt), prompt) for prompt in prompts]
     finally:
-        for tensor, value in zip(tensors, kept, strict=True):
-            tensor.copy_(value)
+        for layer, sinks in zip(model.model.layers, kept, strict=True):
+            layer.self_attn.sinks.data.copy_(sinks)
+    assert min(shares) < 1.0
 
 
 def test_yarn_is_needed(model: Any) -> None:
