@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -59,6 +60,7 @@ def peer_engine(ours: PeerLayout, theirs: Mapping[int, PeerLayout]) -> PeerEngin
 class PeerResolver(Protocol):
     """Finds producers, checks them once, and connects the transport to their ranks."""
 
+    @abstractmethod
     def resolve(self, *, engine_id: str, endpoint: Endpoint) -> PeerEngine | None:
         """The peer, or None while the question is under way: ask again later. Never blocks for long.
 
@@ -69,6 +71,7 @@ class PeerResolver(Protocol):
         """
         ...
 
+    @abstractmethod
     def forget(self, *, engine_id: str) -> None:
         """Drop what is known of a peer that did not do as it should: the next `resolve` shakes hands again.
 
@@ -80,6 +83,7 @@ class PeerResolver(Protocol):
 class Mailbox(Protocol):
     """Typed notices over whatever carries them. Loss, doubling and reordering are allowed."""
 
+    @abstractmethod
     def send(self, *, peer: PeerKey, notice: PeerNotice) -> None:
         """Send without blocking.
 
@@ -89,6 +93,7 @@ class Mailbox(Protocol):
         """
         ...
 
+    @abstractmethod
     def take(self) -> tuple[PeerNotice, ...]:
         """Notices since the last call that could be decoded; the others are counted and dropped."""
         ...

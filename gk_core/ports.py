@@ -1,11 +1,12 @@
 """Ports: what the engines need of the world. Adapters subclass these explicitly and pass the port's contract tests.
 
-Values in, values out; keyword-only; no port returns a status string or None for failure. `T` is the adapter's own
-tensor type, which the core passes through unread.
+Values in, values out; keyword-only; no port returns a status string or None for failure. An adapter that lacks a method
+cannot be made. `T` is the adapter's own tensor type, which the core passes through unread.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -51,6 +52,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 class Clock(Protocol):
     """Time."""
 
+    @abstractmethod
     def now(self) -> float:
         """Seconds on a clock that never goes back."""
         ...
@@ -59,6 +61,7 @@ class Clock(Protocol):
 class KVCachePlanner(Protocol):
     """Turns honest per-layer specs and a memory budget into groups, shared buffers and a block count."""
 
+    @abstractmethod
     def plan(self, *, specs: tuple[LayerKVSpec, ...], memory_bytes: int) -> KVCachePlan:
         """Plan a cache.
 
@@ -85,6 +88,7 @@ class GroupTables:
 class BlockPool(Protocol):
     """One pool of block ids that both groups draw from. Block 0 is the null block and is never handed out."""
 
+    @abstractmethod
     def grow(self, *, request_id: str, num_computed_tokens: int, num_new_tokens: int) -> GroupTables:
         """Evict what a query at `num_computed_tokens` no longer reads, then make room for the new tokens.
 
@@ -97,6 +101,7 @@ class BlockPool(Protocol):
         """
         ...
 
+    @abstractmethod
     def tables(self, *, request_id: str) -> GroupTables:
         """Current tables.
 
@@ -105,10 +110,12 @@ class BlockPool(Protocol):
         """
         ...
 
+    @abstractmethod
     def free(self, *, request_id: str) -> None:
         """Give back all blocks of a request; harmless when it holds none."""
         ...
 
+    @abstractmethod
     def num_free_blocks(self) -> int:
         """Blocks that can be handed out now."""
         ...
@@ -117,6 +124,7 @@ class BlockPool(Protocol):
 class PrefillModel(Protocol):
     """A native per-layer engine that fills the group buffers it was built over."""
 
+    @abstractmethod
     def prefill(self, *, token_ids: Sequence[int], start_position: int, tables: GroupTables) -> None:
         """Compute K and V of tokens start_position.. and write them to the tables' blocks. Blocks until written.
 
@@ -129,6 +137,7 @@ class PrefillModel(Protocol):
 class DecodeKernel(Protocol[T]):
     """The whole decoder stack as one call."""
 
+    @abstractmethod
     def step(self, *, call: DecodeCall[T]) -> T:
         """Run all layers for one token per row; write each active row's K and V; return the hidden shard [T, H].
 
@@ -143,6 +152,7 @@ class DecodeKernel(Protocol[T]):
 class CallBuilder(Protocol[T]):
     """Embeds tokens and turns plain control values into the tensors of a call."""
 
+    @abstractmethod
     def build(self, *, token_ids: tuple[int, ...], control: AttentionControl) -> DecodeCall[T]:
         """One call; token_ids has one entry per row, anything for inactive rows."""
         ...
@@ -151,6 +161,7 @@ class CallBuilder(Protocol[T]):
 class Sampler(Protocol[T_contra]):
     """Final norm, vocabulary projection and greedy choice."""
 
+    @abstractmethod
     def sample(self, *, hidden: T_contra, active: tuple[bool, ...]) -> tuple[int, ...]:
         """One token id per row; entries of inactive rows are meaningless.
 
@@ -171,10 +182,12 @@ class WeightInfo:
 class WeightSource(Protocol[T_co]):
     """Checkpoint tensors by name, read lazily."""
 
+    @abstractmethod
     def tensors(self) -> Mapping[str, WeightInfo]:
         """Every tensor of the checkpoint."""
         ...
 
+    @abstractmethod
     def read(self, *, name: str) -> T_co:
         """One whole tensor.
 
@@ -231,10 +244,12 @@ class ReadState(Enum):
 class ReadHandle(Protocol):
     """One posted read."""
 
+    @abstractmethod
     def poll(self) -> ReadState:
         """State now; never blocks. DONE means every byte has landed; after FAILED no byte will land any more."""
         ...
 
+    @abstractmethod
     def release(self) -> None:
         """Free the handle; only when it is no longer PENDING. Harmless twice."""
         ...
@@ -243,6 +258,7 @@ class ReadHandle(Protocol):
 class KVTransport(Protocol):
     """Moves blocks from a peer's regions into ours."""
 
+    @abstractmethod
     def register(self, *, regions: tuple[KVRegion, ...]) -> bytes:
         """Register our regions once and return the blob that peers need. The same regions again change nothing.
 
@@ -251,6 +267,7 @@ class KVTransport(Protocol):
         """
         ...
 
+    @abstractmethod
     def connect(self, *, peer: PeerAgent) -> None:
         """Make a peer known. The same peer again changes nothing; other metadata under the same key replaces it.
 
@@ -260,6 +277,7 @@ class KVTransport(Protocol):
         """
         ...
 
+    @abstractmethod
     def read(self, *, peer: PeerKey, read: RankRead) -> ReadHandle:
         """Post one read without blocking.
 
@@ -270,10 +288,12 @@ class KVTransport(Protocol):
         """
         ...
 
+    @abstractmethod
     def disconnect(self, *, peer: PeerKey) -> None:
         """Forget a peer; reads from it that are under way end as FAILED once quiet. Harmless when unknown."""
         ...
 
+    @abstractmethod
     def close(self) -> None:
         """Release everything, quiescing reads first. Harmless twice."""
         ...
@@ -290,6 +310,7 @@ class Notice:
 class NoticePort(Protocol):
     """Small messages between agents. No order between a notice and a read; may be lost, late or doubled."""
 
+    @abstractmethod
     def send_notice(self, *, peer: PeerKey, payload: bytes) -> None:
         """Send without blocking.
 
@@ -298,6 +319,7 @@ class NoticePort(Protocol):
         """
         ...
 
+    @abstractmethod
     def take_notices(self) -> tuple[Notice, ...]:
         """Notices since the last call, in order of arrival."""
         ...
@@ -306,6 +328,7 @@ class NoticePort(Protocol):
 class SideChannel(Protocol):
     """Out-of-band requests for metadata, never KV."""
 
+    @abstractmethod
     def request(self, *, endpoint: Endpoint, message: bytes, timeout_seconds: float) -> bytes:
         """One request, one reply. Blocks at most `timeout_seconds`.
 
@@ -315,6 +338,7 @@ class SideChannel(Protocol):
         """
         ...
 
+    @abstractmethod
     def close(self) -> None:
         """Harmless twice."""
         ...
@@ -323,10 +347,12 @@ class SideChannel(Protocol):
 class SideChannelServer(Protocol):
     """The listening half of a side channel. Whatever arrives, it goes on listening."""
 
+    @abstractmethod
     def serve(self, *, handler: Callable[[bytes], bytes]) -> Endpoint:
         """Start answering in the background and return where. A handler that raises answers that one request only."""
         ...
 
+    @abstractmethod
     def close(self) -> None:
         """Stop; harmless twice."""
         ...
@@ -335,10 +361,12 @@ class SideChannelServer(Protocol):
 class Metrics(Protocol):
     """Counts what an operator needs to see. Names are the core's, labels are the adapter's affair."""
 
+    @abstractmethod
     def count(self, *, name: str, value: float = 1.0) -> None:
         """Add to a counter."""
         ...
 
+    @abstractmethod
     def observe(self, *, name: str, value: float) -> None:
         """Record one value of a distribution."""
         ...

@@ -44,3 +44,14 @@ def test_a_port_method_is_keyword_only_typed_and_documented(method: typing.Any) 
     assert inspect.Parameter.empty not in annotations
     assert not any("Any" in str(a) for a in annotations)
     assert method.__doc__
+
+
+@pytest.mark.parametrize("port", PORTS, ids=lambda p: p.__name__)
+def test_an_adapter_that_lacks_one_method_cannot_be_made(port: type) -> None:
+    """At start-up, naming the method; whole, it can."""
+    methods = {name: (lambda self, **_: None) for name in methods_of(port)}
+    type("Whole", (port,), methods)()
+    for name in methods:
+        lacking = {n: f for n, f in methods.items() if n != name}
+        with pytest.raises(TypeError, match=rf"abstract class Lacking.*\b{name}\b"):
+            type("Lacking", (port,), lacking)()
