@@ -6,6 +6,7 @@ broken checkpoint is refused before anything is allocated. Only safetensors file
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,7 +24,7 @@ from gk_core.model_geometry import ModelGeometry
 from gk_core.ports import WeightInfo, WeightSource
 from gk_core.weight_layouts import ExpertFormat
 
-__all__ = ["HFCheckpoint", "layer_prefix", "read_kv_scales"]
+__all__ = ["HFCheckpoint", "layer_prefix", "read_kv_scales", "weights_id_of"]
 
 _KV_SCALES = ("self_attn.k_scale", "self_attn.v_scale")
 _INDEX = "model.safetensors.index.json"
@@ -197,6 +198,20 @@ def read_kv_scales(checkpoint: HFCheckpoint) -> KVScales:
         return KVScales(k=k, v=v)
     except LayoutError as error:
         raise CheckpointError(f"{checkpoint.directory}: {error}") from error
+
+
+def weights_id_of(checkpoint: HFCheckpoint) -> str:
+    """A name for a checkpoint's weights, the same wherever it lies and in either form, MXFP4 or BF16.
+
+    A hash over the vectors and the first row of each matrix; KV scales, which peers compare by themselves, do not
+    enter. Checkpoints that differ in nothing but expert matrices have one name.
+    """
+    digest = hashlib.sha256()
+    for name, info in sorted(checkpoint.tensors().items()):
+        if len(info.shape) in (1, 2) and not name.endswith(_KV_SCALES):
+            digest.update(name.encode())
+            digest.update(checkpoint.read_slice(name=name, index=() if len(info.shape) == 1 else 0).tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _one_scale(checkpoint: HFCheckpoint, suffix: str) -> float:

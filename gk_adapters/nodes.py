@@ -174,6 +174,7 @@ class _Node:
             tp_rank=0,
             k_scale=model.scales.k,
             v_scale=model.scales.v,
+            weights_id=model.weights_id,
         )
         bases = [self.buffers[layer // 2].data_ptr() for layer in range(self.layout.num_layers)]
         self.regions = regions_of_buffers(self.layout, bases)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
-from gk_adapters.hf_checkpoint import HFCheckpoint, read_kv_scales
+from gk_adapters.hf_checkpoint import HFCheckpoint, read_kv_scales, weights_id_of
 from gk_adapters.hf_config import HFConfig
 from gk_adapters.torch_dtypes import array_of, torch_dtype
 from gk_adapters.torch_moe import dequantise_rows
@@ -39,6 +39,7 @@ class TorchModel:
         lm_head: [V, H]; the embedding itself where the model ties them.
         scales: KV scales.
         mesh, rank: whose share.
+        weights_id: name of the weights, which a peer's must equal; see `weights_id_of`.
     """
 
     config: HFConfig
@@ -51,6 +52,7 @@ class TorchModel:
     scales: KVScales
     mesh: DecodeMesh
     rank: int
+    weights_id: str = ""
 
 
 def load_torch_model(
@@ -90,6 +92,7 @@ def load_torch_model(
         scales=read_kv_scales(checkpoint),
         mesh=mesh,
         rank=rank,
+        weights_id=weights_id_of(checkpoint),
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from attrs import evolve
 
 from gk_adapters.cli.common import KV_DTYPES, kv_dtype_option
 from gk_core.errors import PeerLostError, RequestError
@@ -67,6 +68,8 @@ def _server_options(command: F) -> F:
         click.option("--max-model-len", type=int, default=8192, show_default=True, help="Tokens."),
         click.option("--num-rows", type=int, default=8, show_default=True, help="Rows of a decode step."),
         click.option("--dtype", type=click.Choice(["float32", "bfloat16", "checkpoint"]), default="float32"),
+        click.option("--weights-id", default="", help="Name of the weights, which must be the peer's too, instead of a "
+                     "hash over them: for checkpoints that hold the same weights in other float types."),
         click.option("--key-file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
                      help="Shared key; needed on any address but loopback."),
         click.option("--backend", default="UCX", show_default=True, help="NIXL plugin, for example LIBFABRIC."),
@@ -178,7 +181,7 @@ def _model_and_cache(options: dict[str, Any]) -> tuple[Any, Any]:
     )
     named = options["dtype"]
     model = load_torch_model(options["checkpoint"], model_dtype=None if named == "checkpoint" else named)
-    return model, cache
+    return evolve(model, weights_id=options["weights_id"] or model.weights_id), cache
 
 
 def _serve(service: Any, host: str, port: int, key: bytes | None, facts: dict[str, str], page: _Page) -> None:

@@ -6,7 +6,6 @@ register the same. vLLM calls `start_load_kv` and `get_finished` once per step, 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import uuid
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from gk_adapters.hf_checkpoint import HFCheckpoint
+from gk_adapters.hf_checkpoint import HFCheckpoint, weights_id_of
 from gk_adapters.nixl_transport import NixlTransport
 from gk_adapters.nodes import MonotonicClock
 from gk_adapters.peer_codec import encode_hello
@@ -40,7 +39,7 @@ from gk_core.peer_layout import describe_rank
 from gk_core.ports import PeerKey
 from gk_core.region import KVRegion, regions_of_buffers
 
-__all__ = ["GkWorkerHalf", "group_regions", "weights_id_of"]
+__all__ = ["GkWorkerHalf", "group_regions"]
 
 _log = logging.getLogger("vllm.gk")
 _EAGER_ATTEMPTS = 5
@@ -271,13 +270,3 @@ def group_regions(facts: EngineFacts, kv_caches: Mapping[str, torch.Tensor]) -> 
         if bases[i] != bases[2 * buffer_of_layer(i)]:
             raise LayoutError(f"layer {i} does not share group buffer {buffer_of_layer(i)} with its pair")
     return layout, regions_of_buffers(layout, bases)
-
-
-def weights_id_of(checkpoint: HFCheckpoint) -> str:
-    """A name for a checkpoint's weights: a hash over norms, biases and sinks, which are the same in every format."""
-    digest = hashlib.sha256()
-    for name, info in sorted(checkpoint.tensors().items()):
-        if len(info.shape) == 1:
-            digest.update(name.encode())
-            digest.update(checkpoint.read(name=name).tobytes())
-    return digest.hexdigest()[:32]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gk_adapters.hf_checkpoint import HFCheckpoint, layer_prefix, read_kv_scales
+from gk_adapters.hf_checkpoint import HFCheckpoint, layer_prefix, read_kv_scales, weights_id_of
 from gk_core.errors import CheckpointError
 from gk_core.ports import WeightInfo
 from gk_core.weight_layouts import ExpertFormat
@@ -345,3 +346,22 @@ def test_kv_scales_that_the_kernel_cannot_take_are_refused(
     _with_scales(directory, values)
     with pytest.raises(CheckpointError, match=message):
         read_kv_scales(HFCheckpoint(directory))
+
+
+def test_weights_have_one_name_wherever_they_lie(originals: dict[str, Path], folder: Callable[[str], Path]) -> None:
+    """Another folder, and shards instead of one file: 32 hex digits, the same."""
+    name = weights_id_of(HFCheckpoint(originals["mxfp4"]))
+    assert re.fullmatch(r"[0-9a-f]{32}", name)
+    assert weights_id_of(HFCheckpoint(folder("mxfp4"))) == name
+    assert weights_id_of(HFCheckpoint(originals["shards"])) == name
+
+
+@pytest.mark.parametrize(
+    "tensor", ["model.norm.weight", "model.layers.1.self_attn.sinks", "model.layers.2.self_attn.q_proj.weight", ROUTER]
+)
+def test_other_weights_have_another_name(folder: Callable[[str], Path], tensor: str) -> None:
+    """One number of a vector, and one of the first row of a matrix, as any merged adapter changes it."""
+    directory = folder("bf16")
+    before = weights_id_of(HFCheckpoint(directory))
+    _rewrite(directory, lambda tensors: tensors[tensor].view(-1)[:1].add_(1.0))
+    assert weights_id_of(HFCheckpoint(directory)) != before

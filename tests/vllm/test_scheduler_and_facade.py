@@ -140,8 +140,7 @@ def test_caches_that_are_not_group_buffers_are_refused(bf16_checkpoint: Path, wr
 
 def test_the_weights_name_is_the_same_for_both_forms_of_a_checkpoint(bf16_checkpoint: Path) -> None:
     """MXFP4 as shipped and written out as BF16 are one model; another one has another name."""
-    from gk_adapters.hf_checkpoint import HFCheckpoint
-    from gk_adapters.vllm.connector_worker import weights_id_of
+    from gk_adapters.hf_checkpoint import HFCheckpoint, weights_id_of
     from tests.vllm.conftest import SHIPPED
 
     assert weights_id_of(HFCheckpoint(SHIPPED)) == weights_id_of(HFCheckpoint(bf16_checkpoint))
