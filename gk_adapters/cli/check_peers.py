@@ -30,14 +30,14 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 def peers(context: click.Context, first: Path, second: Path, as_json: bool) -> None:
     """Say which ranks of a prefill engine each rank of a decode engine reads, and which bytes of each block.
 
-    Each file describes one rank of one engine; the engine's other ranks are taken to be like it. Exit code 2 when the
+    Each file describes one rank of one engine; the engine's other ranks are taken to be like it. Exit code 1 when the
     two cannot exchange blocks, with every field that differs.
     """
     a, b = _read(first), _read(second)
     found = check_peer(a, b)
     if found:
         _report_mismatches(found, (first, second), as_json)
-        context.exit(2)
+        context.exit(1)
     decode, prefill = (a, b) if a.role is Role.DECODE else (b, a)
     maps = {rank: _map_rank(decode, prefill, rank) for rank in range(decode.tp_size)}
     _report_maps(decode, prefill, maps, as_json)
@@ -97,7 +97,7 @@ def _report_maps(decode: PeerLayout, prefill: PeerLayout, maps: Mapping[int, Pee
         title=f"{decode.engine_id} reads {prefill.engine_id}: heads {heads.relation.value}{factor}, "
         f"{decode.num_regions} regions, DCP {prefill.dcp_size} to {decode.dcp_size}"
     )
-    for column in ("decode rank", "reads rank", "bytes there", "bytes here", "blocks", "notifies only"):
+    for column in ("decode rank", "reads rank", "bytes there", "bytes here", "blocks", "notifies"):
         table.add_column(column)
     for rank, m in maps.items():
         only = ", ".join(str(r.tp_rank) for r in m.ranks if r.notify_only)

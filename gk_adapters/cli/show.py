@@ -1,8 +1,12 @@
-"""`gk show`: the KV layout drawn in the terminal, and the address of any element with the sum that leads there."""
+"""`gk show`: the KV layout drawn in the terminal, the address of any element with the sum that leads there, and what a
+rank says of its cache in a handshake."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
+from attrs import evolve, frozen
 from rich.table import Table
 
 from gk_adapters.cli.common import (
@@ -13,14 +17,28 @@ from gk_adapters.cli.common import (
     kv_dtype_option,
     resolve_geometry,
 )
+from gk_core.disaggregation import Role
+from gk_core.kernel_contract import KVScales
 from gk_core.kv_layout import KByteOrder, KVHalf, KVLayout, byte_address, layout_for, offset_in_head
 from gk_core.kv_spec import honest_specs
-from gk_core.model_geometry import kind_of_layer, layers_of_buffer, require_gk_geometry
+from gk_core.model_geometry import ModelGeometry, kind_of_layer, layers_of_buffer, require_gk_geometry
+from gk_core.peer_layout import describe_rank
+from gk_core.rank_grid import RankGrid
 
 __all__ = ["show"]
 
 _ORDERS = {"auto": None, "token-major": KByteOrder.TOKEN_MAJOR, "packed": KByteOrder.PAIR_PACKED}
 _SHOWN_TOKENS, _SHOWN_BYTES = 4, 12
+
+
+@frozen(kw_only=True)
+class _Shown:
+    """What the subcommands start from."""
+
+    model: str
+    geometry: ModelGeometry
+    layout: KVLayout
+    tp_size: int
 
 
 @click.group(invoke_without_command=True)
@@ -49,7 +67,7 @@ def show(
     order = _ORDERS[k_order] or (KByteOrder.PAIR_PACKED if dtype.is_fp8 else KByteOrder.TOKEN_MAJOR)
     specs = honest_specs(geometry, tp_size=tp, block_size=block_size, dtype=dtype)
     layout = layout_for(specs, num_blocks=num_blocks, k_byte_order=order)
-    ctx.obj = layout
+    ctx.obj = _Shown(model=model, geometry=geometry, layout=layout, tp_size=tp)
     if ctx.invoked_subcommand is not None:
         return
     if as_json:
@@ -67,10 +85,9 @@ def show(
 @click.option("--dim", type=int, required=True)
 @json_option
 @click.pass_obj
-def address(
-    layout: KVLayout, layer: int, half: str, block: int, head: int, token: int, dim: int, as_json: bool
-) -> None:
+def address(shown: _Shown, layer: int, half: str, block: int, head: int, token: int, dim: int, as_json: bool) -> None:
     """Buffer and byte offset of one element, and the sum that leads there."""
+    layout = shown.layout
     found = byte_address(layout, layer=layer, half=KVHalf[half.upper()], block=block, head=head, token=token, dim=dim)
     if as_json:
         emit_json(
@@ -91,6 +108,46 @@ def address(
         table.add_row(what, f"{count:,}", f"{size:,}", f"{count * size:,}")
     out.print(table)
     out.print(f"byte offset {found.byte_offset:,} in buffer {found.buffer_index}")
+
+
+@show.command()
+@click.option("--role", type=click.Choice([r.value for r in Role]), required=True)
+@click.option("--engine-id", default="", help="Name of the engine; the role where none is given.")
+@click.option("--rank", type=int, default=0, show_default=True, help="Tensor-parallel rank.")
+@click.option("--dcp", type=int, default=1, show_default=True, help="Decode-context-parallel ranks; divides --tp.")
+@click.pass_obj
+def peer(shown: _Shown, role: str, engine_id: str, rank: int, dcp: int) -> None:
+    """What one rank says of its cache in a handshake, as the JSON that `gk check peers` reads.
+
+    Scales and the name of the weights are the checkpoint's where --model is a folder that holds weights.
+    """
+    from gk_adapters.peer_codec import encode_layout_json
+
+    grid = RankGrid(num_kv_heads=shown.geometry.num_kv_heads, tp_size=shown.tp_size, dcp_size=dcp)
+    weights_id, scales = _weights(Path(shown.model))
+    described = describe_rank(
+        shown.geometry,
+        evolve(shown.layout, num_kv_heads=grid.heads_per_rank),
+        engine_id=engine_id or role,
+        role=Role(role),
+        tp_size=shown.tp_size,
+        tp_rank=rank,
+        dcp_size=dcp,
+        k_scale=scales.k,
+        v_scale=scales.v,
+        weights_id=weights_id,
+    )
+    click.echo(encode_layout_json(described).decode())
+
+
+def _weights(directory: Path) -> tuple[str, KVScales]:
+    """Name and KV scales of a checkpoint's weights; none, and 1.0, where there are no weights to read."""
+    if not any(directory.glob("*.safetensors")):
+        return "", KVScales()
+    from gk_adapters.hf_checkpoint import HFCheckpoint, read_kv_scales, weights_id_of
+
+    checkpoint = HFCheckpoint(directory)
+    return weights_id_of(checkpoint), read_kv_scales(checkpoint)
 
 
 def _layout_json(layout: KVLayout) -> dict[str, object]:

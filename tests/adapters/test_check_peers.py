@@ -11,7 +11,8 @@ from attrs import evolve
 from click.testing import CliRunner, Result
 
 from gk_adapters.cli.check_peers import peers
-from gk_adapters.peer_codec import encode_layout_json
+from gk_adapters.cli.show import show
+from gk_adapters.peer_codec import decode_layout_json, encode_layout_json
 from gk_core.disaggregation import Role
 from gk_core.errors import LayoutError
 from gk_core.kv_spec import KVDtype
@@ -65,11 +66,11 @@ def test_people_get_a_table(tmp_path: Path) -> None:
 MISMATCH: dict[str, Any] = {"kv_dtype": KVDtype.FP8_E4M3, "k_scale": 2.0}
 
 
-def test_every_reason_is_named_with_both_values_and_the_code_is_2(tmp_path: Path) -> None:
+def test_every_reason_is_named_with_both_values_and_the_code_is_1(tmp_path: Path) -> None:
     """As JSON."""
     theirs = evolve(make_peer(Role.PREFILL), **MISMATCH)
     result = run(tmp_path, make_peer(Role.DECODE), theirs, "--json")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert json.loads(result.output) == {
         "compatible": False,
         "mismatches": [
@@ -82,9 +83,63 @@ def test_every_reason_is_named_with_both_values_and_the_code_is_2(tmp_path: Path
 def test_people_get_the_reasons_as_a_table(tmp_path: Path) -> None:
     """With the files' names over the values."""
     result = run(tmp_path, make_peer(Role.DECODE), evolve(make_peer(Role.PREFILL), **MISMATCH))
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     for text in ("cannot exchange blocks", "A.json", "B.json", "kv_dtype", "float8_e4m3fn", "k_scale", "2.0"):
         assert text in result.output
+
+
+MODEL = Path(__file__).parents[2] / "models" / "tiny-recall"
+
+
+def written(path: Path, *flags: str) -> PeerLayout:
+    """What `gk show peer` writes, flags before and after the word."""
+    result = CliRunner().invoke(show, flags, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    path.write_text(result.output)
+    return decode_layout_json(path.read_bytes())
+
+
+def test_a_layout_is_written_for_any_rank_of_a_model(tmp_path: Path) -> None:
+    """120B at TP16 and DCP 2, rank 5: one KV head of 8192 bytes, dcp rank 1; the checks read it."""
+    flags = ("--num-blocks", "3000", "--tp", "16", "peer", "--dcp", "2", "--rank", "5")
+    layout = written(tmp_path / "A.json", *flags, "--role", "prefill", "--engine-id", "P")
+    assert layout == make_peer(Role.PREFILL, tp=16, dcp=2, rank=5)
+    assert written(tmp_path / "B.json", "peer", "--role", "decode").engine_id == "decode"
+    result = CliRunner().invoke(peers, [str(tmp_path / "A.json"), str(tmp_path / "B.json"), "--json"])
+    assert [r["rank"] for r in json.loads(result.output)["ranks"][2]["reads"]] == [4, 5]
+
+
+def test_a_written_layout_is_what_a_running_node_says(tmp_path: Path) -> None:
+    """Geometry, weights, scales and cache of a checkpoint, for both roles."""
+    from gk_adapters.nodes import CacheSettings, DecodeNode, PrefillNode, local_wirings
+    from gk_adapters.torch_model import load_torch_model
+    from gk_core.metrics import NullMetrics
+
+    model, (to_prefill, to_decode) = load_torch_model(MODEL, model_dtype="float32"), local_wirings()
+    cache, count = CacheSettings(num_blocks=9, block_size=64), NullMetrics()
+    nodes: tuple[PrefillNode | DecodeNode, ...] = (
+        PrefillNode(model=model, cache=cache, wiring=to_prefill, metrics=count, engine_id="prefill-1"),
+        DecodeNode(model=model, cache=cache, wiring=to_decode, metrics=count, engine_id="decode-1"),
+    )
+    flags = ("--model", str(MODEL), "--num-blocks", "9", "--block-size", "64", "--kv-dtype", "bf16", "--tp", "1")
+    for node, role in zip(nodes, ("prefill", "decode"), strict=True):
+        layout = written(tmp_path / "A.json", *flags, "peer", "--role", role, "--engine-id", f"{role}-1")
+        assert layout == node.peer_layout
+        assert len(layout.weights_id) == 32
+        node.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--tp", "8", "peer", "--role", "decode", "--rank", "8"), "tp_rank 8 of 8"),
+        (("--tp", "8", "peer", "--role", "decode", "--dcp", "3"), "dcp_size must divide tp_size"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_not_written(flags: tuple[str, ...], message: str) -> None:
+    """Outside the ranks, or a share that does not come out."""
+    result = CliRunner().invoke(show, flags)
+    assert message in str(result.exception)
 
 
 def test_a_file_that_is_no_layout_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,21 @@ def test_every_python_block_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert blocks
     for block in blocks:
         exec(compile(block, name, "exec"), {})
+
+
+def test_every_console_block_prints_what_it_says(tmp_path: Path) -> None:
+    """Commands after `$ `, then their output to the letter; one folder for all of them."""
+    blocks = re.findall(
+        r"```console\n(.*?)```", (ROOT / "docs/transfer.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    steps = [
+        step for block in blocks for step in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, flags=re.MULTILINE)
+    ]
+    assert len(steps) == 11
+    for command, wanted in steps:
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == (wanted, ""), command
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
