@@ -44,6 +44,12 @@ def _shared(command: F) -> F:
             click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True),
             click.option("--lease-seconds", type=click.IntRange(1), default=30, show_default=True),
             click.option("--connector", type=click.Choice(["gk", "stock"]), default="gk", show_default=True),
+            click.option(
+                "--gk-attention/--vllm-attention",
+                default=True,
+                show_default=True,
+                help="Group buffers, or vLLM's own cache layout under gk's connector.",
+            ),
             click.option("--cpu-cache-gib", type=click.IntRange(1), default=None, help="KV cache on a CPU."),
             click.option("--cpu-cores", default=None, metavar="LIST", help="Cores on a CPU, such as 0 or 0-3."),
             click.option("--print-only", is_flag=True, help="Print the command and run nothing."),

@@ -44,15 +44,24 @@ class GkNixlConnector(seams.PullConnector):  # type: ignore[misc]
         RequestError: a wrong setting.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: Any) -> None:
+    def __new__(cls, vllm_config: VllmConfig, role: Any, kv_cache_config: Any) -> Any:
+        """gk's halves over group buffers, vLLM's own with their faults closed over anything else."""
         require_vllm()
+        if engine_uses_gk(vllm_config):
+            return super().__new__(cls)
+        from gk_adapters.vllm.stock_cache import GuardedConnector
+
+        if seams.is_scheduler_role(role):
+            _require_scheduler(vllm_config, kv_cache_config)
+        # Not an instance of this class, so Python does not run our __init__ on it.
+        return GuardedConnector(vllm_config, role, kv_cache_config)
+
+    def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: Any) -> None:
         self._gk_scheduler: GkSchedulerHalf | None = None
         self._gk_worker: GkWorkerHalf | None = None
         self._listener: HandshakeListener | None = None
         self._hello = b""
         config: Any = vllm_config
-        if not engine_uses_gk(config):
-            raise UnsupportedError("gk_attention: false under GkNixlConnector is not served yet")
         seams.init_facade(self, vllm_config, role, kv_cache_config)
         transfer = config.kv_transfer_config
         settings, facts = connector_settings(transfer), engine_facts(config)
@@ -63,7 +72,7 @@ class GkNixlConnector(seams.PullConnector):  # type: ignore[misc]
         kinds = tuple(group.kind for group in plan_of_config(kv_cache_config).groups)
         self._endpoint = seams.side_channel_endpoint(config)
         if seams.is_scheduler_role(role):
-            _require_scheduler(config)
+            _require_scheduler(config, kv_cache_config)
             self._gk_scheduler = GkSchedulerHalf(
                 facts=facts,
                 settings=settings,
@@ -177,14 +186,16 @@ class GkNixlConnector(seams.PullConnector):  # type: ignore[misc]
         return None if half is None else half.take_stats()
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> GkConnectorStats:
-        """Stats that came from another process."""
-        return GkConnectorStats(data)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """Stats that came from another process; vLLM's own come from an engine over its own cache."""
+        return GkConnectorStats(data) if data is None or "counts" in data else super().build_kv_connector_stats(data)
 
     @classmethod
-    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> GkPromMetrics:
-        """gk's names under vLLM's /metrics."""
-        return GkPromMetrics(*args, **kwargs)
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        """gk's names under vLLM's /metrics, or vLLM's own over its own cache."""
+        if engine_uses_gk(vllm_config):
+            return GkPromMetrics(vllm_config, *args, **kwargs)
+        return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
     def shutdown(self) -> None:
         """Let go of everything; harmless twice."""
@@ -195,12 +206,14 @@ class GkNixlConnector(seams.PullConnector):  # type: ignore[misc]
             self._listener = None
 
 
-def _require_scheduler(config: Any) -> None:
+def _require_scheduler(config: Any, kv_cache_config: Any) -> None:
     """vLLM's own scheduler stops the engine when a pull fails over two KV cache groups."""
     from gk_adapters.vllm.scheduler import GkScheduler
 
+    if config.kv_transfer_config.kv_role == "kv_producer" or len(kv_cache_config.kv_cache_groups) < 2:
+        return
     found = config.scheduler_config.get_scheduler_cls()
-    if config.kv_transfer_config.kv_role != "kv_producer" and not issubclass(found, GkScheduler):
+    if not issubclass(found, GkScheduler):
         raise UnsupportedError(
             f"an engine that pulls needs --scheduler-cls {SCHEDULER_NAME}, got {found.__name__}: vLLM's own scheduler "
             "stops the whole engine when one pull fails over several KV cache groups"

@@ -39,11 +39,35 @@ from gk_core.model_geometry import AttentionKind
 from gk_core.ports import Endpoint
 from gk_core.transfer_plan import GroupBlocks
 
-__all__ = ["GkSchedulerHalf"]
+__all__ = ["GkSchedulerHalf", "shorten_prompt"]
 
 _log = logging.getLogger("vllm.gk")
 _STAY_AWAKE_SECONDS = 1.0
 """An engine without requests stops stepping; this long after a refused offer it steps on, to tell the producer."""
+
+
+def shorten_prompt(request: Any, *, has_sliding_group: bool) -> None:
+    """Take the last token off a new producer request, and its block hashes with it; once.
+
+    Call it before anything is looked up for the request.
+    """
+    params = request.kv_transfer_params
+    drop = tokens_to_drop(
+        request.num_prompt_tokens,
+        marked=bool(params.get(TRUNCATION_MARKER)),
+        has_sliding_group=has_sliding_group,
+        has_token_ids=request.prompt_token_ids is not None,
+    )
+    if not drop:
+        return
+    request.prompt_token_ids.pop()
+    request._all_token_ids.pop()
+    request.num_prompt_tokens -= 1
+    # The token that this prompt gives is for a position that the decode side computes itself.
+    request.max_tokens = 1
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    params[TRUNCATION_MARKER] = True
 
 
 class GkSchedulerHalf:
@@ -96,28 +120,9 @@ class GkSchedulerHalf:
         if not isinstance(params, Mapping):
             return
         if params.get("do_remote_decode"):
-            self._shorten(request)
+            shorten_prompt(request, has_sliding_group=AttentionKind.SLIDING in self._kinds)
         elif params.get("do_remote_prefill"):
             self._take_offer(request)
-
-    def _shorten(self, request: Any) -> None:
-        params = request.kv_transfer_params
-        drop = tokens_to_drop(
-            request.num_prompt_tokens,
-            marked=bool(params.get(TRUNCATION_MARKER)),
-            has_sliding_group=AttentionKind.SLIDING in self._kinds,
-            has_token_ids=request.prompt_token_ids is not None,
-        )
-        if not drop:
-            return
-        request.prompt_token_ids.pop()
-        request._all_token_ids.pop()
-        request.num_prompt_tokens -= 1
-        # The token that this prompt gives is for a position that the decode side computes itself.
-        request.max_tokens = 1
-        request.block_hashes.clear()
-        request.update_block_hashes()
-        params[TRUNCATION_MARKER] = True
 
     def _take_offer(self, request: Any) -> None:
         try:

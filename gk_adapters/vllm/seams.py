@@ -1,10 +1,22 @@
 """Everything of vLLM's inside that moves between versions, in one place.
 
-Served and tested: 0.28 (0.24 to 0.28 have the same seams).
+Served and tested: 0.28. What 0.32 has in place of these seams, read from its source and not run here:
+
+- attention backends no longer give a cache shape: `get_kv_cache_shape` is gone, a backend names permitted orders of one
+  fused tensor with `supported_kv_cache_layouts`, so separate K and V halves of a buffer have no seam of that kind;
+- `_register_packed_kv_cache` and `register_cross_layers_kv_cache` are gone;
+- the runner asks a connector for `get_transfer_results()` (sent, received, failed by request) and no longer for
+  `get_finished` and block ids;
+- a producer shortens prompts in `on_new_request` by `_prefill_backoff()`, which is 0 for GPT-OSS;
+- `compute_nixl_compatibility_hash` takes no `cross_layers_blocks`;
+- its scheduler still takes one block table per request where a load failed by block ids.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlHandshakePayload,
     compute_nixl_compatibility_hash,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from gk_core.ports import Endpoint
 
@@ -23,14 +37,19 @@ __all__ = [
     "ConnectorMetadata",
     "GkHandshakePayload",
     "PullConnector",
+    "PullScheduler",
+    "PullWorker",
     "handshake_payload",
     "init_facade",
     "is_scheduler_role",
     "side_channel_endpoint",
     "tp_rank",
+    "without_progress_thread",
 ]
 
 PullConnector: Any = NixlPullConnector
+PullScheduler: Any = NixlPullConnectorScheduler
+PullWorker: Any = NixlPullConnectorWorker
 ConnectorMetadata: Any = NixlConnectorMetadata
 
 
@@ -71,3 +90,24 @@ def handshake_payload(vllm_config: Any, hello: bytes) -> GkHandshakePayload:
         agent_metadata_bytes=b"",
         gk_hello=hello,
     )
+
+
+@contextlib.contextmanager
+def without_progress_thread() -> Iterator[None]:
+    """While a stock worker makes its NIXL agent on a CPU: no thread of NIXL's own, which would take a core for itself.
+
+    vLLM reads the agent's config class from its module and offers no setting.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+    from vllm.platforms import current_platform
+
+    module: Any = base_worker
+    stock = module.nixl_agent_config
+    if stock is None or current_platform.device_type != "cpu":
+        yield
+        return
+    module.nixl_agent_config = functools.partial(stock, enable_prog_thread=False)
+    try:
+        yield
+    finally:
+        module.nixl_agent_config = stock

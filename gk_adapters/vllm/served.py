@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,16 +25,25 @@ __all__ = ["Server", "free_ports", "post_json", "started_servers"]
 _START_SECONDS = 600.0
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.25
+_PORTS = range(20_000, 32_000)
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
+    """Loopback ports that nobody listens on now.
+
+    Taken from below the ports that outgoing connections get: vLLM binds its side channel half a minute after it was
+    told the port, and must still find it free.
+    """
+    ports = random.SystemRandom().sample(_PORTS, len(_PORTS))
+    free: list[int] = []
+    for port in ports:
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise TransferError(f"{count} free ports are needed on 127.0.0.1 between {_PORTS[0]} and {_PORTS[-1]}")
 
 
 def post_json(url: str, body: Mapping[str, Any], *, timeout_seconds: float = 300.0) -> dict[str, Any]:

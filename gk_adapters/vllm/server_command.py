@@ -45,6 +45,7 @@ class ServerSettings:
         host, port: of the HTTP server.
         side_channel_host, side_channel_port: of the handshake side channel; the host is what peers are told.
         gk_decode: giga-kernel decode on a decode server; False: the native per-layer model.
+        gk_attention: group buffers; False: vLLM's own attention and cache layout, under gk's connector.
         dtype, kv_cache_dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens: vLLM's.
         packed_k: pair-packed K; needs kv_cache_dtype fp8.
         missing_kv: gk_missing_kv of a giga-kernel engine.
@@ -63,6 +64,7 @@ class ServerSettings:
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = 5600
     gk_decode: bool = True
+    gk_attention: bool = True
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     packed_k: bool = False
@@ -84,6 +86,8 @@ class ServerSettings:
                 raise RequestError(f"{name} must be 1..65535, got {getattr(self, name)}")
         if self.packed_k and not self.kv_cache_dtype.startswith("fp8"):
             raise RequestError(f"packed K needs an FP8 KV cache, got {self.kv_cache_dtype}")
+        if not self.gk_attention and (self.packed_k or (self.gk_decode and self.kind is ServerKind.DECODE)):
+            raise RequestError("the giga kernel and packed K need gk's cache layout; use native decode without it")
 
 
 def server_arguments(settings: ServerSettings) -> list[str]:
@@ -130,6 +134,8 @@ def _transfer_config(s: ServerSettings) -> dict[str, object]:
 def _neuron_config(s: ServerSettings) -> dict[str, object]:
     if s.connector is Connector.STOCK:
         return {}
+    if not s.gk_attention:
+        return {"gk_attention": False}
     config: dict[str, object] = {"gk_attention": True}
     if s.packed_k:
         config["fp8_packed_kv"] = True

@@ -91,7 +91,9 @@ def engine_uses_gk(vllm_config: Any) -> bool:
         return settings.gk_attention
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     connected = getattr(transfer, "kv_connector", None) == "GkNixlConnector"
-    return connected or settings.gk_decode or settings.fp8_packed_kv
+    # Another model under gk's connector keeps vLLM's own attention and cache.
+    model = getattr(getattr(vllm_config.model_config, "hf_config", None), "model_type", None)
+    return (connected and model == "gpt_oss") or settings.gk_decode or settings.fp8_packed_kv
 
 
 def packed_kv_requested() -> bool:

