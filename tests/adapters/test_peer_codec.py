@@ -173,6 +173,13 @@ def test_a_hello_that_describes_no_cache_is_refused(change: dict[str, Any], mess
         decode_hello(tampered(**change), ours=OURS)
 
 
+def test_a_hello_does_not_grow_with_the_number_of_blocks() -> None:
+    """36 regions of 36,175 blocks: under 4 kB, and a few digits more than for 11 blocks."""
+    small, large = (len(encode_hello(make_hello(make_peer(Role.PREFILL, num_blocks=n)))) for n in (11, 36_175))
+    assert small < large < small + 40
+    assert large < 4096
+
+
 def test_a_layout_is_readable_json() -> None:
     """Indented, one key per field, and back again."""
     data = encode_layout_json(HELLO.layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 from attrs import evolve
 
@@ -83,6 +84,36 @@ class Net:
             clock=self.clock,
             settings=DirectorySettings(timeout_seconds=2.0, retry_after_seconds=1.0, background=background),
         ), transport
+
+
+def contradicting(hello: PeerHello, change: str) -> bytes:
+    """A hello as no honest peer writes it: its regions and its block counts do not go together."""
+    envelope = msgspec.msgpack.decode(encode_hello(hello))
+    body = msgspec.msgpack.decode(envelope["body"])
+    match change:
+        case "one block more":
+            body["layout"]["num_blocks"] += 1
+        case "as many blocks as fit the field":
+            body["layout"]["num_blocks"] = 2**31 - 1
+        case "a wider stride":
+            body["regions"][0][1] += 1
+        case "a region less":
+            body["regions"].pop()
+        case "a region twice":
+            body["regions"][1] = body["regions"][0]
+        case "a block length for each but one region":
+            body["layout"]["block_bytes"].pop()
+    return bytes(msgspec.msgpack.encode({**envelope, "body": msgspec.msgpack.encode(body)}))
+
+
+CONTRADICTIONS = [
+    ("one block more", "regions overlap"),
+    ("as many blocks as fit the field", "regions overlap"),
+    ("a wider stride", "regions overlap"),
+    ("a region less", "need 2 regions as in block_bytes, got 1"),
+    ("a region twice", "regions overlap"),
+    ("a block length for each but one region", "need 1 regions as in block_bytes, got 2"),
+]
 
 
 def found(peer: PeerEngine | None) -> PeerEngine:
@@ -177,6 +208,19 @@ class TestResolve:
         directory, _ = net.directory()
         with pytest.raises(PeerLostError):
             directory.resolve(engine_id="P1", endpoint=WHERE)
+
+    @pytest.mark.parametrize(("change", "why"), CONTRADICTIONS, ids=[c for c, _ in CONTRADICTIONS])
+    def test_an_answer_whose_regions_contradict_its_block_counts_is_refused(self, change: str, why: str) -> None:
+        """By what contradicts what; nothing is connected."""
+        net = Net()
+        net.listen()
+        hello, _ = net.rank(Role.PREFILL, "P1", name="another")
+        directory, transport = net.directory()
+        net.board.garble(WHERE, lambda _: contradicting(hello, change))
+        with pytest.raises(PeerLostError, match=f"the peer's hello describes no cache: {why}"):
+            directory.resolve(engine_id="P1", endpoint=WHERE)
+        with pytest.raises(PeerLostError, match="not connected"):
+            transport.send_notice(peer=PeerKey(engine_id="P1", rank=0), payload=b"x")
 
     def test_any_other_error_of_the_channel_ends_the_question_too(self) -> None:
         """Whoever asked does not wait for ever."""
@@ -278,6 +322,20 @@ class TestServer:
         (server,) = Net().listen()
         with pytest.raises(RequestError, match=why):
             server.handle(message)
+
+    @pytest.mark.parametrize(("change", "why"), CONTRADICTIONS, ids=[c for c, _ in CONTRADICTIONS])
+    def test_an_asker_whose_regions_contradict_its_block_counts_is_refused(self, change: str, why: str) -> None:
+        """It is told why, and is not connected; the next one is served."""
+        net = Net()
+        net.listen()
+        hello, _ = net.rank(Role.DECODE, "D1")
+        channel = FakeSideChannel(net.board)
+        with pytest.raises(PeerLostError, match=f"p:5600 refused: the peer's hello describes no cache: {why}"):
+            channel.request(
+                endpoint=WHERE, message=(0).to_bytes(4, "big") + contradicting(hello, change), timeout_seconds=1.0
+            )
+        directory, _ = net.directory("D2")
+        assert found(directory.resolve(engine_id="P1", endpoint=WHERE)).engine_id == "P1"
 
     def test_garbage_after_the_rank_is_refused(self) -> None:
         """Not a hello."""

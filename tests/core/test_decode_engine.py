@@ -36,7 +36,7 @@ from gk_core.metrics import (
     REQUESTS_REFUSED,
     TRANSFERRED_TOKENS,
 )
-from gk_core.notices import Claim, ClaimReply, ClaimVerdict, Reader
+from gk_core.notices import Claim, ClaimReply, ClaimVerdict, ProducerFailure, Reader
 from gk_core.ports import GroupTables, PeerKey, ReadState
 from tests.builders import Consumer, Producer, World, make_fake_layout, make_pull_settings, make_request, make_tokens
 
@@ -153,14 +153,38 @@ class TestGoodWay:
         assert len(values[PULL_READS]) == 1
 
     def test_one_registration_serves_any_number_of_requests(self) -> None:
-        """20 requests, one register call on either side."""
+        """100 requests, one register call on either side."""
         world, producer, consumer = make_pair()
-        for i in range(20):
+        for i in range(100):
             prompt = make_tokens(20, seed=i)
             consumer.engine.submit(make_request(offer(producer, prompt), prompt, request_id=f"r{i}"))
             world.run([producer], [consumer])
         assert (producer.transport.register_calls, consumer.transport.register_calls) == (1, 1)
-        assert len([e for e in consumer.events if isinstance(e, RequestFinished)]) == 20
+        assert len([e for e in consumer.events if isinstance(e, RequestFinished)]) == 100
+
+
+class TestNames:
+    """Each side knows a request by its own id."""
+
+    def test_a_producer_hears_its_own_id_on_every_rank(self) -> None:
+        """'r-aa' here is 'r-bb' there; rank 1 holds a copy of rank 0's head and is only told."""
+        world = World()
+        ranks = [
+            world.producer(name=f"prefill/{r}", tp_size=2, tp_rank=r, base_address=0x10_0000 * (r + 1)) for r in (0, 1)
+        ]
+        consumer = world.consumer()
+        prompt = make_tokens(20)
+        first, second = (offer(rank, prompt, "r-bb") for rank in ranks)
+        assert first == second
+        consumer.engine.submit(make_request(first, prompt, request_id="r-aa"))
+        told: list[tuple[int, str, LeaseEnd]] = []
+        for _ in range(9):
+            consumer.poll()
+            for rank, producer in enumerate(ranks):
+                told += [(rank, e.lease.request_id, e.end) for e in producer.engine.poll()]
+        assert told == [(0, "r-bb", LeaseEnd.RELEASED), (1, "r-bb", LeaseEnd.RELEASED)]
+        assert consumer.emitted("r-aa") == world.expected(prompt, 5, consumer.cache.layout)
+        assert all_free(*ranks, consumer)
 
 
 class TestRefusals:
@@ -602,7 +626,8 @@ class TestProducerTrouble:
         assert all_free(producer, consumer)
 
     def test_a_read_that_never_ends_gives_its_blocks_back_after_a_grace(self) -> None:
-        """Aborted at once; at 39 s still held, at 40 s the peer is let go; afterwards it is found again."""
+        """Aborted at once; at 39 s still held, at 40 s the peer is let go; what it says of the pull after that changes
+        nothing; afterwards it is found again."""
         world, producer, consumer = make_pair()
         world.fabric.script_reads(STALL)
         prompt = make_tokens(20)
@@ -617,6 +642,12 @@ class TestProducerTrouble:
         consumer.poll()
         assert all_free(consumer)
         assert not consumer.engine.has_work
+        late = ProducerFailure(engine_id="P1", request_id="p", generation=1, pull_id="1", rank=0, reason="late")
+        before, ignored = list(consumer.events), consumer.metrics.counts[NOTICES_IGNORED]
+        NoticeMailbox(port=producer.transport).send(peer=PeerKey(engine_id="D1", rank=0), notice=late)
+        consumer.poll()
+        assert (consumer.events, consumer.metrics.counts[NOTICES_IGNORED]) == (before, ignored + 1)
+        assert all_free(consumer)
         producer.engine.poll()
         consumer.engine.submit(make_request(offer(producer, prompt, "again"), prompt, request_id="s"))
         world.run([producer], [consumer])
@@ -653,11 +684,15 @@ class TestProducerTrouble:
         assert "P2" in error
 
     def test_a_producer_that_comes_back_under_the_same_name_and_id_is_found_again(self) -> None:
-        """Known, then killed and restarted: the planned request fails, the next one shakes hands anew."""
+        """Known, then killed and restarted: the planned request fails, the next one shakes hands anew; a second
+        producer goes on with the handshake that it had."""
         world, producer, consumer = make_pair()
+        other = world.producer(engine_id="P2", name="other", port=5700, base_address=0x50_0000)
         prompt = make_tokens(20)
         consumer.engine.submit(make_request(offer(producer, prompt), prompt, request_id="before"))
-        world.run([producer], [consumer])
+        consumer.engine.submit(make_request(offer(other, prompt), prompt, request_id="other before"))
+        world.run([producer, other], [consumer])
+        assert world.board.num_requests == 2
         old = offer(producer, prompt, "old")
         world.fabric.kill("prefill")
         producer.server.close()
@@ -667,10 +702,15 @@ class TestProducerTrouble:
         assert consumer.finished("planned")[0].reason is FinishReason.FAILED
         consumer.engine.submit(make_request(offer(again, prompt, "old"), prompt, request_id="after"))
         world.run([again], [consumer])
-        for request_id in ("before", "after"):
+        assert world.board.num_requests == 3
+        consumer.engine.submit(make_request(offer(other, prompt, "q"), prompt, request_id="other after"))
+        world.run([again, other], [consumer])
+        assert world.board.num_requests == 3
+        for request_id in ("before", "after", "other before", "other after"):
             assert consumer.emitted(request_id) == world.expected(prompt, 5, consumer.cache.layout)
-        again.engine.poll()
-        assert all_free(again, consumer)
+        for one in (again, other):
+            one.engine.poll()
+        assert all_free(again, other, consumer)
 
     def test_a_peer_that_does_not_fit_is_refused_naming_the_field(self) -> None:
         """Block 32 there, 16 here."""

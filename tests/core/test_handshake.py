@@ -190,12 +190,22 @@ def test_sizes_that_fit_are_accepted(tp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "theirs_block", "refused"),
-    [(64, 128, []), (64, 256, []), (128, 128, ["kernel_block_size"])],
+    ("block", "kernel", "theirs_block", "refused"),
+    [
+        (64, 64, 128, []),
+        (64, 64, 256, []),
+        (64, 128, 128, ["kernel_block_size"]),
+        (16, 16, 32, []),
+        (16, 32, 32, ["kernel_block_size"]),
+    ],
 )
-def test_block_sizes_may_differ_over_equal_kernel_blocks(kernel: int, theirs_block: int, refused: list[str]) -> None:
-    """Ours 64 over 64; theirs 128 over 64 is mapped, 128 over 128 is refused at connect time."""
-    ours = evolve(make_peer(Role.DECODE), kernel_block_size=64, group_block_sizes=(64, 64), block_bytes=(4096,) * 36)
+def test_block_sizes_may_differ_over_equal_kernel_blocks(
+    block: int, kernel: int, theirs_block: int, refused: list[str]
+) -> None:
+    """Ours 64 over 64; theirs 128 over 64 is mapped, 128 over 128 is refused at connect time. So with 16 and 32."""
+    ours = evolve(
+        make_peer(Role.DECODE), kernel_block_size=block, group_block_sizes=(block,) * 2, block_bytes=(block * 64,) * 36
+    )
     theirs = evolve(
         make_peer(Role.PREFILL),
         kernel_block_size=kernel,
@@ -218,13 +228,16 @@ def test_48_against_32_tokens_per_block_is_refused() -> None:
     ]
 
 
-def test_groups_of_one_side_need_one_block_size() -> None:
-    """They draw from one pool and share buffers."""
-    theirs = evolve(
-        make_peer(Role.PREFILL), kernel_block_size=64, group_block_sizes=(64, 128), block_bytes=(4096,) * 36
+@pytest.mark.parametrize(("kernel", "sizes"), [(64, (64, 128)), (16, (128, 16))])
+def test_groups_of_one_side_need_one_block_size(kernel: int, sizes: tuple[int, int]) -> None:
+    """They draw from one pool and share buffers: the smaller size is never taken for both."""
+    block_bytes = (kernel * 64,) * 36
+    theirs = evolve(make_peer(Role.PREFILL), kernel_block_size=kernel, group_block_sizes=sizes, block_bytes=block_bytes)
+    ours = evolve(
+        make_peer(Role.DECODE), kernel_block_size=kernel, group_block_sizes=(kernel,) * 2, block_bytes=block_bytes
     )
-    ours = evolve(make_peer(Role.DECODE), kernel_block_size=64, group_block_sizes=(64, 64), block_bytes=(4096,) * 36)
-    assert [m.field for m in check_peer(ours, theirs)] == ["group_block_sizes"]
+    assert [(m.field, m.ours) for m in check_peer(ours, theirs)] == [("group_block_sizes", f"({kernel}, {kernel})")]
+    assert [m.field for m in check_peer(theirs, ours)] == ["group_block_sizes"]
 
 
 DCP: list[tuple[str, int, dict[str, Any]]] = [  # field, dcp of the peer, change

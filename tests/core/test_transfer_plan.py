@@ -293,6 +293,7 @@ BAD: list[tuple[str, Any, Any, str]] = [  # (sliding, full) here, (sliding, full
     ("remote_in_two_groups", GOOD_LOCAL, ((4, 7), (6, 7)), "remote block 7 is named twice"),
     ("local_twice", ((1, 8), (3, 3)), GOOD_REMOTE, "local block 3 is named twice"),
     ("local_in_two_groups", ((1, 8), (8, 3)), GOOD_REMOTE, "local block 8 is named twice"),
+    ("local_11_in_two_groups", ((11, 8), (11, 3)), GOOD_REMOTE, "local block 11 is named twice"),
     ("remote_short", GOOD_LOCAL, ((4, 5), (6,)), r"blocks 0\.\.1 of the full_attention group are needed, the remote"),
     ("local_short", ((1, 8), (2,)), GOOD_REMOTE, r"the local list holds 0\.\.0; recompute"),
     ("remote_empty", GOOD_LOCAL, ((), (6, 7)), "the remote list holds none"),

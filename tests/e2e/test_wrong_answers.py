@@ -12,6 +12,7 @@ from gk_core.errors import RequestError
 from gk_core.hand_off import HandOff
 from gk_core.metrics import PULL_BYTES, PULLS_DONE, PULLS_FAILED, TRANSFERRED_TOKENS
 from gk_core.ports import ReadState
+from gk_core.prefill_engine import PrefillSettings
 from gk_core.transfer_plan import GroupBlocks
 from tests.builders import Consumer, Producer, World, make_fake_layout, make_pull_settings, make_request, make_tokens
 
@@ -136,17 +137,21 @@ class TestTheFiveCases:
 
     @BOTH
     def test_a_lease_that_ends_while_the_read_is_under_way(self, on_failed_pull: FailedPull) -> None:
-        """Freed at 10 and reused; the read lands at 15 with the other prompt's bytes, and is thrown away."""
-        world, producer, consumer = make_world(on_failed_pull)
+        """Freed at 30 s and reused; the read lands at 45 with the other prompt's bytes, and is thrown away."""
+        world = World()
+        producer = world.producer(settings=PrefillSettings(lease_seconds=30.0, max_lease_seconds=60.0))
+        pull = make_pull_settings(deadline_seconds=60.0)
+        consumer = world.consumer(settings=DecodeSettings(on_failed_pull=on_failed_pull, pull=pull))
         hand_off = offer(producer)
         consumer.engine.submit(make_request(hand_off, PROMPT))
         consumer.poll()
         # The claim is lost on its way: the producer never hears of the reader.
         producer.transport.take_notices()
-        world.clock.advance(10.0)
+        world.clock.advance(30.0)
         producer.engine.poll()
+        assert producer.pool.num_free_blocks() == producer.total
         offer(producer, "other", OTHER)
-        world.clock.advance(5.0)
+        world.clock.advance(15.0)
         consumer.poll()
         assert consumer.transport.bytes_read > 0
         require_no_foreign_token(world, producer, consumer, on_failed_pull, "lease_over")
