@@ -33,7 +33,7 @@ from gk_core.errors import (
 )
 from gk_core.ports import KVTransport, Notice, NoticePort, PeerAgent, PeerKey, ReadHandle, ReadState
 from gk_core.region import KVRegion, strided_run
-from gk_core.transfer_plan import BlockPairs, HeadSlice, RankRead
+from gk_core.transfer_plan import BlockPairs, BlockRun, HeadSlice, RankRead
 
 __all__ = ["FOREIGN_ERRORS", "NixlTransport"]
 
@@ -78,35 +78,61 @@ class _BlockList:
         prepare: Callable[[npt.NDArray[np.uint64]], Any],
     ) -> None:
         self.num_blocks = regions[0].num_blocks
-        self._firsts = np.arange(len(regions), dtype=np.int32)[:, None] * np.int32(self.num_blocks)
+        self.firsts = np.arange(len(regions), dtype=np.int32) * np.int32(self.num_blocks)
         self._of_count: dict[int, Indices] = {}
         self.handle = prepare(_strided_rows(regions, offset_bytes, length_bytes))
 
-    def of_ids(self, ids: npt.NDArray[np.int64], side: str) -> Indices:
-        """Of scattered blocks, region-major."""
-        self._require(int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids)), side)
-        indices: Indices = (self._firsts + ids.astype(np.int32)).ravel()
+    def of_run(self, start: int, count: int, side: str) -> Indices:
+        """Of neighbouring blocks, region-major."""
+        if start < 0 or start + count > self.num_blocks:
+            raise self.outside(start if start < 0 else start + count - 1, side)
+        of_count = self._of_count.get(count)
+        if of_count is None:
+            if len(self._of_count) >= _MAX_COUNTS:
+                self._of_count.clear()
+            of_count = (self.firsts[:, None] + np.arange(count, dtype=np.int32)).ravel()
+            self._of_count[count] = of_count
+        indices: Indices = of_count + np.int32(start)
         return indices
 
-    def of_runs(self, runs: Sequence[tuple[int, int]], side: str) -> Indices:
-        """Of runs of (start, count), region-major within each run."""
-        parts = []
-        for start, count in runs:
-            self._require(start, start + count - 1, side)
-            of_count = self._of_count.get(count)
-            if of_count is None:
-                if len(self._of_count) >= _MAX_COUNTS:
-                    self._of_count.clear()
-                of_count = (self._firsts + np.arange(count, dtype=np.int32)).ravel()
-                self._of_count[count] = of_count
-            parts.append(of_count + np.int32(start))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def outside(self, block: int, side: str) -> LayoutError:
+        """What to raise for a block that is not here."""
+        return LayoutError(f"{side} block {block} is outside 0..{self.num_blocks - 1}; nothing was posted")
 
-    def _require(self, low: int, high: int, side: str) -> None:
-        if low < 0 or high >= self.num_blocks:
-            raise LayoutError(
-                f"{side} block {low if low < 0 else high} is outside 0..{self.num_blocks - 1}; nothing was posted"
+
+class _ListPair:
+    """Our list and a peer's for one head slice, and indices into both at once."""
+
+    def __init__(self, local: _BlockList, remote: _BlockList) -> None:
+        self.local, self.remote = local, remote
+        self._firsts = np.stack([local.firsts, remote.firsts])[:, :, None]
+
+    def of_runs(self, runs: Sequence[BlockRun]) -> tuple[Indices, Indices]:
+        """Of runs on both sides, region-major within each run."""
+        if len(runs) == 1:
+            run = runs[0]
+            return (
+                self.local.of_run(run.local_start, run.count, "local"),
+                self.remote.of_run(run.remote_start, run.count, "remote"),
             )
+        ours = [self.local.of_run(run.local_start, run.count, "local") for run in runs]
+        theirs = [self.remote.of_run(run.remote_start, run.count, "remote") for run in runs]
+        return np.concatenate(ours), np.concatenate(theirs)
+
+    def of_pairs(self, pairs: BlockPairs) -> tuple[Indices, Indices]:
+        """Of scattered blocks, region-major, by our id: NIXL merges what ascends on both sides.
+
+        Raises:
+            LayoutError: an id of no block.
+        """
+        if pairs.local_bound >= self.local.num_blocks:
+            raise self.local.outside(pairs.local_bound, "local")
+        if pairs.remote_bound >= self.remote.num_blocks:
+            raise self.remote.outside(pairs.remote_bound, "remote")
+        ids = np.frombuffer(pairs.packed_local + pairs.packed_remote, dtype=np.int32).reshape(2, -1)
+        ids = ids.take(ids[0].argsort(), axis=1)
+        both = self._firsts + ids[:, None]
+        return both[0].ravel(), both[1].ravel()
 
 
 @mutable(eq=False)
@@ -116,7 +142,9 @@ class _Peer:
     agent_metadata: bytes
     name: str
     regions: tuple[KVRegion, ...]
-    lists: dict[tuple[int, int, int], tuple[_BlockList, _BlockList]] = field(factory=dict)
+    lists: dict[tuple[int, int, int], _ListPair] = field(factory=dict)
+    last_slice: HeadSlice | None = None
+    last_lists: Any = None
 
 
 class NixlTransport(KVTransport, NoticePort):
@@ -250,22 +278,15 @@ class NixlTransport(KVTransport, NoticePort):
                 raise PeerLostError(f"peer {peer.engine_id}/{peer.rank} is not connected")
             if not read.runs:
                 return _DONE_READ
-            cut = read.head_slice
-            key = (cut.local_offset_bytes, cut.remote_offset_bytes, cut.length_bytes)
-            lists = remote.lists.get(key)
-            if lists is None:
-                lists = remote.lists[key] = self._lists_for(remote, cut)
-            local, there = lists
+            # A peer's map holds its slices, so a request's slice is nearly always the last one's.
+            if read.head_slice is not remote.last_slice:
+                self._turn_to(remote, read.head_slice)
+            lists = remote.last_lists
             runs = read.runs
-            if isinstance(runs, BlockPairs):
-                ours, theirs = _ascending(runs)
-                local_indices, remote_indices = local.of_ids(ours, "local"), there.of_ids(theirs, "remote")
-            else:
-                local_indices = local.of_runs([(run.local_start, run.count) for run in runs], "local")
-                remote_indices = there.of_runs([(run.remote_start, run.count) for run in runs], "remote")
+            ours, theirs = lists.of_pairs(runs) if isinstance(runs, BlockPairs) else lists.of_runs(runs)
             try:
                 handle = self._agent.make_prepped_xfer(
-                    "READ", local.handle, local_indices, there.handle, remote_indices, b"", self._backends
+                    "READ", lists.local.handle, ours, lists.remote.handle, theirs, b"", self._backends
                 )
             except self._foreign_errors as error:
                 raise self._ours(error, "prepare a read") from error
@@ -332,19 +353,26 @@ class NixlTransport(KVTransport, NoticePort):
 
         return _BlockList(regions, offset, length, prepare)
 
-    def _lists_for(self, remote: _Peer, cut: HeadSlice) -> tuple[_BlockList, _BlockList]:
+    def _turn_to(self, remote: _Peer, cut: HeadSlice) -> None:
+        key = (cut.local_offset_bytes, cut.remote_offset_bytes, cut.length_bytes)
+        lists = remote.lists.get(key)
+        if lists is None:
+            lists = remote.lists[key] = self._lists_for(remote, cut)
+        remote.last_slice, remote.last_lists = cut, lists
+
+    def _lists_for(self, remote: _Peer, cut: HeadSlice) -> _ListPair:
         ours = (cut.local_offset_bytes, cut.length_bytes)
         with self._foreign("prepare descriptors"):
             if ours not in self._local_lists:
                 self._local_lists[ours] = self._list(_LOCAL, self._regions, *ours)
             theirs = self._list(remote.name, remote.regions, cut.remote_offset_bytes, cut.length_bytes)
-        return self._local_lists[ours], theirs
+        return _ListPair(self._local_lists[ours], theirs)
 
     def _forget(self, key: tuple[str, int]) -> None:
         """Release our descriptor lists first, then NIXL's knowledge of the peer."""
         remote = self._peers.pop(key)
-        for _, theirs in remote.lists.values():
-            theirs.handle.release()
+        for lists in remote.lists.values():
+            lists.remote.handle.release()
         try:
             with self._foreign("remove peer"):
                 self._agent.remove_remote_agent(remote.name)
@@ -385,6 +413,8 @@ _STATES = {"DONE": ReadState.DONE, "PROC": ReadState.PENDING, "ERR": ReadState.F
 
 class _NixlRead(ReadHandle):
     """A posted read. FAILED is reported only once NIXL has let go of the handle, when no byte can land any more."""
+
+    __slots__ = ("_failing", "_handle", "_released", "_transport", "state")
 
     def __init__(self, transport: NixlTransport, handle: Any) -> None:
         self._transport = transport
@@ -451,36 +481,17 @@ class _DoneRead(ReadHandle):
 _DONE_READ = _DoneRead()
 
 
-def _ascending(pairs: BlockPairs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Both sides' ids, by our id: NIXL merges what ascends on both sides.
-
-    Raises:
-        LayoutError: not as many ids there as here, or numbers beyond any block id.
-    """
-    if len(pairs.local_ids) != len(pairs.remote_ids):
-        raise LayoutError(f"{len(pairs.local_ids)} blocks here cannot come from {len(pairs.remote_ids)} there")
-    try:
-        ours, theirs = np.array(pairs.local_ids, dtype=np.int64), np.array(pairs.remote_ids, dtype=np.int64)
-    except OverflowError as error:
-        raise LayoutError("a block id is beyond 64 bits; nothing was posted") from error
-    if list(pairs.local_ids) != sorted(pairs.local_ids):
-        order = np.argsort(ours)
-        return ours[order], theirs[order]
-    return ours, theirs
-
-
 def _strided_rows(regions: tuple[KVRegion, ...], offset_bytes: int, length_bytes: int) -> npt.NDArray[np.uint64]:
     # What fits the smallest block fits them all.
     strided_run(min(regions, key=_block_bytes), offset_bytes=offset_bytes, length_bytes=length_bytes)
-    return np.array(
-        [
-            (r.base_address + offset_bytes, length_bytes, r.device_id, r.block_stride_bytes, r.num_blocks)
-            for r in regions
-        ],
-        dtype=np.uint64,
-    )
+    rows = np.empty((len(regions), 5), dtype=np.uint64)
+    rows[:, [0, 2, 3, 4]] = list(map(_of_row, regions))
+    rows[:, 0] += np.uint64(offset_bytes)
+    rows[:, 1] = length_bytes
+    return rows
 
 
+_of_row = attrgetter("base_address", "device_id", "block_stride_bytes", "num_blocks")
 _block_bytes = attrgetter("block_bytes")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from enum import Enum
 
-from attrs import frozen
+from attrs import field, frozen
 
 from gk_core.disaggregation import Role
 from gk_core.errors import LayoutError, Mismatch, PeerMismatchError
@@ -114,6 +114,7 @@ class PeerMap:
         local_units_per_id, remote_units_per_id: units behind one block id.
         kernel_blocks_per_unit: registered blocks of one unit.
         local_num_ids, remote_num_ids: block ids that exist; the least of the mapped remote ranks.
+        is_one_to_one: whether each id of a list stands for one unit and all tokens are on one rank, on both sides.
     """
 
     engine_id: str
@@ -130,6 +131,11 @@ class PeerMap:
     kernel_blocks_per_unit: int
     local_num_ids: int
     remote_num_ids: int
+    is_one_to_one: bool = field(init=False, eq=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        sizes = (self.local_dcp_size, self.remote_dcp_size, self.local_units_per_id, self.remote_units_per_id)
+        object.__setattr__(self, "is_one_to_one", set(sizes) == {1})
 
 
 def _targets(ours: RankGrid, theirs: RankGrid, rank: int) -> Iterator[tuple[int, int, int, bool]]:

@@ -12,6 +12,7 @@ Planning is pure: adapters execute a plan without knowing models, heads or ranks
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Sequence
 from functools import cached_property
 from typing import overload
@@ -60,15 +61,64 @@ class BlockPairs(Sequence[BlockRun]):
 
     Equal to the tuple of its runs, which ascend by local block id and are coalesced.
 
-    >>> list(BlockPairs(local_ids=(9, 4, 5), remote_ids=(3, 7, 8)))
+    >>> list(BlockPairs.of(local_ids=(9, 4, 5), remote_ids=(3, 7, 8)))
     [BlockRun(local_start=4, remote_start=7, count=2), BlockRun(local_start=9, remote_start=3, count=1)]
 
     Attributes:
-        local_ids, remote_ids: block ids, pair by pair, in no particular order.
+        packed_local, packed_remote: block ids, pair by pair, in no particular order, as `GroupBlocks.packed` has them.
+        local_bound, remote_bound: no id is greater.
+
+    Raises:
+        LayoutError: not as many ids there as here.
     """
 
-    local_ids: tuple[int, ...]
-    remote_ids: tuple[int, ...]
+    packed_local: bytes
+    packed_remote: bytes
+    local_bound: int = field(init=False)
+    remote_bound: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        here, there = len(self.packed_local), len(self.packed_remote)
+        if here != there or here % _ID_BYTES:
+            raise LayoutError(
+                f"{here / _ID_BYTES:g} blocks here cannot come from {there / _ID_BYTES:g} there; pair ids one by one"
+            )
+        object.__setattr__(self, "local_bound", max(self.local_ids, default=-1))
+        object.__setattr__(self, "remote_bound", max(self.remote_ids, default=-1))
+
+    @classmethod
+    def of(cls, *, local_ids: Sequence[int], remote_ids: Sequence[int]) -> BlockPairs:
+        """From ids, pair by pair.
+
+        Raises:
+            LayoutError: a number that is no block id, or not as many there as here.
+        """
+        try:
+            return cls(packed_local=_pack(local_ids), packed_remote=_pack(remote_ids))
+        except struct.error as error:
+            raise LayoutError(f"block ids must be ints 0..{_MOST_IDS - 1}: {error}") from error
+
+    @classmethod
+    def _of_lists(cls, ours: list[_Part], theirs: list[_Part]) -> BlockPairs:
+        """From lists of equally many ids, of which the greatest is known: no look at an id."""
+        pairs = cls.__new__(cls)
+        pairs.__dict__.update(
+            packed_local=b"".join([blocks.packed_entries(at, end) for blocks, at, end in ours]),
+            packed_remote=b"".join([blocks.packed_entries(at, end) for blocks, at, end in theirs]),
+            local_bound=max([blocks.highest for blocks, _, _ in ours]),
+            remote_bound=max([blocks.highest for blocks, _, _ in theirs]),
+        )
+        return pairs
+
+    @cached_property
+    def local_ids(self) -> tuple[int, ...]:
+        """Block ids here."""
+        return _unpack(self.packed_local)
+
+    @cached_property
+    def remote_ids(self) -> tuple[int, ...]:
+        """Block ids there, pair by pair."""
+        return _unpack(self.packed_remote)
 
     @cached_property
     def _runs(self) -> tuple[BlockRun, ...]:
@@ -93,7 +143,7 @@ class BlockPairs(Sequence[BlockRun]):
         return len(self._runs)
 
     def __bool__(self) -> bool:
-        return bool(self.local_ids)
+        return bool(self.packed_local)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, (BlockPairs, tuple)) and self._runs == tuple(other)
@@ -122,7 +172,8 @@ class RankRead:
     @property
     def num_blocks(self) -> int:
         """Blocks read in each region."""
-        return len(self.runs.local_ids) if isinstance(self.runs, BlockPairs) else sum(run.count for run in self.runs)
+        runs = self.runs
+        return len(runs.packed_local) // _ID_BYTES if isinstance(runs, BlockPairs) else sum(run.count for run in runs)
 
     @property
     def local_ids(self) -> tuple[int, ...]:
@@ -166,6 +217,10 @@ class GroupBlocks:
         first_logical: logical block of the first id: entry of the request's block table, from 0.
         block_ids: consecutive entries; NULL_BLOCK_ID where nothing is.
         is_run: whether the ids are neighbours in ascending order, so that their ends say everything.
+        highest: the greatest id; -1 where there is none.
+        distinct: the ids of what is no run, where each fits an index and none is the null block or comes twice; else
+            None.
+        packed: the distinct ids as native unsigned 32-bit numbers: a plan copies them without a look at each.
 
     Raises:
         RequestError: a value that is no count or id; clients send these.
@@ -175,22 +230,43 @@ class GroupBlocks:
     first_logical: int
     block_ids: tuple[int, ...]
     is_run: bool = field(init=False, eq=False, repr=False)
+    highest: int = field(init=False, eq=False, repr=False)
+    distinct: frozenset[int] | None = field(init=False, eq=False, repr=False)
+    packed: bytes = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         ids = self.block_ids
         # type() and not isinstance: True is an int, and an id of True would be block 1.
         if type(self.first_logical) is not int or not 0 <= self.first_logical <= _MOST_TOKENS:
             raise RequestError(f"first_logical must be an int 0..{_MOST_TOKENS}, got {shown(self.first_logical)}")
-        object.__setattr__(self, "is_run", _is_run(ids))
-        if ids and not self.is_run and (set(map(type, ids)) != _INT or min(ids) < 0):
+        put = object.__setattr__
+        if _is_run(ids):
+            put(self, "is_run", True)
+            put(self, "highest", ids[-1])
+            put(self, "distinct", None)
+            put(self, "packed", b"")
+            return
+        if ids and (set(map(type, ids)) != _INT or min(ids) < 0):
             at, bad = next((i, b) for i, b in enumerate(ids) if type(b) is not int or b < 0)
             raise RequestError(
                 f"block id must be an int >= 0, got {shown(bad)} at entry {at} of group {self.kind.value}"
             )
+        unique, highest = frozenset(ids), max(ids, default=-1)
+        is_good = len(unique) == len(ids) and NULL_BLOCK_ID not in unique and highest < _MOST_IDS
+        put(self, "is_run", False)
+        put(self, "highest", highest)
+        put(self, "distinct", unique if is_good else None)
+        put(self, "packed", _pack(ids) if is_good else b"")
+
+    def packed_entries(self, at: int, end: int) -> bytes:
+        """Entries at..end-1 as native unsigned 32-bit numbers."""
+        if self.is_run:
+            return _pack(self.block_ids[at:end])
+        return self.packed[at * _ID_BYTES : end * _ID_BYTES]
 
 
 def _is_run(ids: tuple[int, ...]) -> bool:
-    """Whether ids are neighbours, ascending, and ints every one.
+    """Whether ids are neighbours, ascending, and block ids every one.
 
     What equals an int without being one shows: a float in the type of the sum, and True below 2, where no run begins.
     """
@@ -198,14 +274,25 @@ def _is_run(ids: tuple[int, ...]) -> bool:
         return False
     first, count = ids[0], len(ids)
     return (
-        first > 1
+        1 < first <= _MOST_IDS - count
         and ids[-1] - first == count - 1
         and ids == tuple(range(first, first + count))
         and type(sum(ids)) is int
     )
 
 
+def _pack(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"{len(ids)}I", *ids)
+
+
+def _unpack(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"{len(packed) // _ID_BYTES}I", packed)
+
+
 _INT = {int}
+_ID_BYTES = 4
+_MOST_IDS = 2**31
+"""NIXL's descriptor indices are int32, and no block id exceeds its descriptor's index."""
 _MOST_TOKENS = 2**32
 """Above any request; keeps a client's number out of arithmetic and messages."""
 
@@ -231,45 +318,45 @@ def plan_pull(
         RequestError: groups that are not ours, a needed block that one side lacks, a null, doubled or unknown block;
             nothing was planned.
     """
-    _require_groups(peers, local, "local")
-    _require_groups(peers, remote, "remote")
-    for name, value in (("num_tokens", num_tokens), ("num_cached_tokens", num_cached_tokens)):
-        if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
-            raise RequestError(f"{name} must be an int 0..{_MOST_TOKENS}, got {shown(value)}")
-    unit, sl, sr = peers.unit_tokens, peers.local_dcp_size, peers.remote_dcp_size
-    cached = num_cached_tokens // (unit * sl) * sl
-    spans: list[_Span] = []
-    are_runs = True
-    for kind, ours, theirs in zip(peers.group_kinds, local, remote, strict=True):
-        needed = needed_range(num_tokens, peers.sliding_window if kind is AttentionKind.SLIDING else None, unit)
-        start, stop = max(needed.start, cached), needed.stop
-        if start < stop:
-            a = _needed_ids(ours, start, stop, sl * peers.local_units_per_id, "local")
-            b = _needed_ids(theirs, start, stop, sr * peers.remote_units_per_id, "remote")
-            spans.append((start, stop, a, b))
-            are_runs = are_runs and ours.is_run and theirs.is_run
-    plain = sl == sr == peers.local_units_per_id == peers.remote_units_per_id == 1
-    if plain and are_runs and spans and peers.kernel_blocks_per_unit == 1 and (whole := _whole_runs(spans, peers)):
+    if not _is_count(num_tokens) or not _is_count(num_cached_tokens):
+        name, value = ("num_cached_tokens", num_cached_tokens) if _is_count(num_tokens) else ("num_tokens", num_tokens)
+        raise RequestError(f"{name} must be an int 0..{_MOST_TOKENS}, got {shown(value)}")
+    if not len(local) == len(remote) == len(peers.group_kinds):
+        _require_groups(peers, local, "local")
+        _require_groups(peers, remote, "remote")
+    spans = _needed_spans(peers, local, remote, num_tokens, num_cached_tokens)
+    # The two common cases cost little: ids that are runs, and ids that were found good when their lists were made.
+    whole: Sequence[BlockRun] | None = None
+    if spans and peers.is_one_to_one and peers.kernel_blocks_per_unit == 1:
+        whole = _whole_runs(spans, peers) or _whole_pairs(spans, peers)
+    if whole:
         of_ranks = [
             RankRead(remote_rank=r.tp_rank, head_slice=r.head_slice, runs=() if r.notify_only else whole)
             for r in peers.ranks
         ]
         return TransferPlan(reads=tuple(of_ranks), num_regions=peers.num_regions)
-    local_ids = _checked_ids([a for *_, a, _ in spans], peers.local_num_ids, "local")
-    remote_ids = _checked_ids([b for *_, b in spans], peers.remote_num_ids, "remote")
+    local_ids = _checked_ids([span[2] for span in spans], peers.local_num_ids, "local")
+    remote_ids = _checked_ids([span[3] for span in spans], peers.remote_num_ids, "remote")
     reads = []
     for rank in peers.ranks:
-        pairs = (local_ids, remote_ids) if plain else _pairs_of_share(peers, rank.dcp_rank, spans)
+        pairs = (local_ids, remote_ids) if peers.is_one_to_one else _pairs_of_share(peers, rank.dcp_rank, spans)
         runs = () if rank.notify_only or not pairs[0] else _kernel_pairs(pairs, peers.kernel_blocks_per_unit)
         reads.append(RankRead(remote_rank=rank.tp_rank, head_slice=rank.head_slice, runs=runs))
     return TransferPlan(reads=tuple(reads), num_regions=peers.num_regions)
 
 
-_Span = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-"""First needed unit of a group, the one after the last, and the block table entries that hold them, ours and theirs."""
+_Part = tuple[GroupBlocks, int, int]
+"""A group's list, and the first and one past the last of its entries that are needed."""
+
+_Span = tuple[int, int, _Part, _Part]
+"""First needed unit of a group, the one after the last, and the entries that hold them, ours and theirs."""
 
 _Pairs = tuple[list[int], list[int]]
 """Ids here and there, pair by pair."""
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_TOKENS
 
 
 def _require_groups(peers: PeerMap, groups: tuple[GroupBlocks, ...], side: str) -> None:
@@ -286,25 +373,50 @@ def _require_groups(peers: PeerMap, groups: tuple[GroupBlocks, ...], side: str) 
         )
 
 
-def _needed_ids(blocks: GroupBlocks, start: int, stop: int, units_per_entry: int, side: str) -> tuple[int, ...]:
+def _needed_spans(
+    peers: PeerMap,
+    local: tuple[GroupBlocks, ...],
+    remote: tuple[GroupBlocks, ...],
+    num_tokens: int,
+    num_cached_tokens: int,
+) -> list[_Span]:
+    """Per group that needs anything."""
+    unit, sl, sr = peers.unit_tokens, peers.local_dcp_size, peers.remote_dcp_size
+    cached = num_cached_tokens // (unit * sl) * sl
+    spans: list[_Span] = []
+    for kind, ours, theirs in zip(peers.group_kinds, local, remote, strict=True):
+        if ours.kind is not kind or theirs.kind is not kind:
+            _require_groups(peers, local, "local")
+            _require_groups(peers, remote, "remote")
+        needed = needed_range(num_tokens, peers.sliding_window if kind is AttentionKind.SLIDING else None, unit)
+        start, stop = needed.start, needed.stop
+        if start < cached:
+            start = cached
+        if start < stop:
+            a = _needed_part(ours, start, stop, sl * peers.local_units_per_id, "local")
+            b = _needed_part(theirs, start, stop, sr * peers.remote_units_per_id, "remote")
+            spans.append((start, stop, a, b))
+    return spans
+
+
+def _needed_part(blocks: GroupBlocks, start: int, stop: int, units_per_entry: int, side: str) -> _Part:
     """The entries that hold units start..stop-1."""
-    first, end = start // units_per_entry, (stop - 1) // units_per_entry + 1
-    at = first - blocks.first_logical
-    ids = blocks.block_ids[at : at + end - first] if at >= 0 else ()
-    if len(ids) != end - first:
+    at = start // units_per_entry - blocks.first_logical
+    end = (stop - 1) // units_per_entry + 1 - blocks.first_logical
+    if at < 0 or end > len(blocks.block_ids):
         have = range(blocks.first_logical, blocks.first_logical + len(blocks.block_ids))
         raise RequestError(
-            f"logical blocks {first}..{end - 1} of the {blocks.kind.value} group are needed, the {side} list holds "
-            f"{f'{have.start}..{have.stop - 1}' if have else 'none'}; recompute the request"
+            f"logical blocks {at + have.start}..{end + have.start - 1} of the {blocks.kind.value} group are needed, "
+            f"the {side} list holds {f'{have.start}..{have.stop - 1}' if have else 'none'}; recompute the request"
         )
-    return ids
+    return blocks, at, end
 
 
-def _checked_ids(groups: list[tuple[int, ...]], num_ids: int, side: str) -> list[int]:
+def _checked_ids(parts: list[_Part], num_ids: int, side: str) -> list[int]:
     """All ids; refuses the null block, ids that do not exist, and one id for two places: groups share one pool."""
     ids: list[int] = []
-    for group in groups:
-        ids += group
+    for blocks, at, end in parts:
+        ids += blocks.block_ids[at:end]
     unique = set(ids)
     if NULL_BLOCK_ID in unique:
         raise RequestError(f"a needed {side} block is the null block: it was evicted or never filled")
@@ -316,14 +428,37 @@ def _checked_ids(groups: list[tuple[int, ...]], num_ids: int, side: str) -> list
     return ids
 
 
+def _whole_pairs(spans: list[_Span], peers: PeerMap) -> BlockPairs | None:
+    """All pairs as bytes, where the lists as a whole are good; None where `_checked_ids` must look closer."""
+    ours, theirs = [span[2] for span in spans], [span[3] for span in spans]
+    if not (_are_good(ours, peers.local_num_ids) and _are_good(theirs, peers.remote_num_ids)):
+        return None
+    return BlockPairs._of_lists(ours, theirs)
+
+
+def _are_good(parts: list[_Part], num_ids: int) -> bool:
+    """Whether the lists, needed or not, name existing blocks, each once and none of them the null block."""
+    lists = [part[0] for part in parts]
+    for blocks in lists:
+        if blocks.highest >= num_ids or (blocks.distinct is None and not blocks.is_run):
+            return False
+    for a, b in itertools.combinations(lists, 2):
+        more, fewer = (a, b) if len(a.block_ids) > len(b.block_ids) else (b, a)
+        if not (more.distinct or frozenset(more.block_ids)).isdisjoint(fewer.block_ids):
+            return False
+    return True
+
+
 def _whole_runs(spans: list[_Span], peers: PeerMap) -> tuple[BlockRun, ...]:
-    """One run per group of runs, or one for all where they are neighbours; empty where `_checked_ids` must look closer.
+    """One run per group of runs, or one for all where they are neighbours; empty where somebody must look closer.
 
     The common case, and the cheap one: the ends of a run say everything about its ids.
     """
     runs: list[tuple[int, int, int]] = []
-    for _, _, ours, theirs in spans:
-        count, local, remote = len(ours), ours[0], theirs[0]
+    for _, _, (ours, at, end), (theirs, there, _) in spans:
+        if not (ours.is_run and theirs.is_run):
+            return ()
+        count, local, remote = end - at, ours.block_ids[at], theirs.block_ids[there]
         if local + count > peers.local_num_ids or remote + count > peers.remote_num_ids:
             return ()
         runs.append((local, remote, count))
@@ -340,13 +475,13 @@ def _whole_runs(spans: list[_Span], peers: PeerMap) -> tuple[BlockRun, ...]:
             merged.append(BlockRun(local_start=before, remote_start=beyond, count=length))
         before, beyond, length = local, remote, count
     merged.append(BlockRun(local_start=before, remote_start=beyond, count=length))
-    return tuple(merged) if _are_apart([(run.remote_start, run.count) for run in merged]) else ()
+    if len(merged) > 1 and not _are_apart([(run.remote_start, run.count) for run in merged]):
+        return ()
+    return tuple(merged)
 
 
 def _are_apart(runs: list[tuple[int, int]]) -> bool:
     """Whether no two runs of (start, count) share an id."""
-    if len(runs) == 1:
-        return True
     runs.sort()
     return all(a + n <= b for (a, n), (b, _) in itertools.pairwise(runs))
 
@@ -358,11 +493,11 @@ def _pairs_of_share(peers: PeerMap, remote_dcp_rank: int, spans: list[_Span]) ->
     share = peers.local_dcp_rank if sl >= sr else remote_dcp_rank
     local_ids: list[int] = []
     remote_ids: list[int] = []
-    for start, stop, ours, theirs in spans:
+    for start, stop, (ours, at, end), (theirs, there, beyond) in spans:
         first = start + (share - start) % period
-        count = len(range(first, stop, period))
-        local_ids += _units_of_rank(ours, peers.local_units_per_id, sl, (start, first, count, period))
-        remote_ids += _units_of_rank(theirs, peers.remote_units_per_id, sr, (start, first, count, period))
+        which = (start, first, len(range(first, stop, period)), period)
+        local_ids += _units_of_rank(ours.block_ids[at:end], peers.local_units_per_id, sl, which)
+        remote_ids += _units_of_rank(theirs.block_ids[there:beyond], peers.remote_units_per_id, sr, which)
     return local_ids, remote_ids
 
 
@@ -380,8 +515,8 @@ def _units_of_rank(
 
 
 def _kernel_pairs(pairs: _Pairs, factor: int) -> BlockPairs:
-    local_ids, remote_ids = (tuple(_expand(ids, factor)) for ids in pairs)
-    return BlockPairs(local_ids=local_ids, remote_ids=remote_ids)
+    local_ids, remote_ids = (_expand(ids, factor) for ids in pairs)
+    return BlockPairs.of(local_ids=local_ids, remote_ids=remote_ids)
 
 
 def _expand(ids: Sequence[int], factor: int) -> Sequence[int]:

@@ -1,8 +1,10 @@
 """`gk bench plan`: from block ids to a prepared read of 10,240 tokens, ours against stock vLLM's worker.
 
-80 full-attention blocks and one sliding block in 36 regions, on caches of 36,175 blocks. Ours is building our side's
-`GroupBlocks`, `plan_pull` and `NixlTransport.read`; vLLM's is `_read_blocks_for_req`. Both end with NIXL's own
-make_prepped_xfer, and neither posts: how long bytes take is `gk bench pull`.
+80 full-attention blocks and one sliding block in 36 regions, on caches of 36,175 blocks. Both begin with what a
+scheduler half hands to a worker half: ours, `plan_pull` and `NixlTransport.read`, with `GroupBlocks` of both sides;
+vLLM's, `_read_blocks_for_req`, with a `ReqMeta`. Both end with NIXL's own make_prepped_xfer, and neither posts: how
+long bytes take is `gk bench pull`. The cases `..._from_ids` add the making of our side's value from block ids, with its
+checks of type, range and doubles, and of vLLM's from lists.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ def bench_plan(*, repeats: int = 5, requests: int = 200) -> dict[str, Any]:
     sides = _Sides()
     try:
         cases = [
-            sides.case("10240_tokens_contiguous", repeats, requests, contiguous=True),
-            sides.case("10240_tokens_random", repeats, requests, contiguous=False),
+            sides.case(contiguous=contiguous, from_ids=from_ids, repeats=repeats, requests=requests)
+            for from_ids in (False, True)
+            for contiguous in (True, False)
         ]
     finally:
         sides.close()
@@ -88,7 +91,8 @@ class _Sides:
         self.stock = StockNixlWorker(NoPost(self.ours.agent), here.regions)
         self.stock.connect("gk-bench-plan-there", there.regions)
 
-    def case(self, name: str, repeats: int, requests: int, *, contiguous: bool) -> dict[str, Any]:
+    def case(self, *, contiguous: bool, from_ids: bool, repeats: int, requests: int) -> dict[str, Any]:
+        name = f"10240_tokens_{'contiguous' if contiguous else 'random'}{'_from_ids' if from_ids else ''}"
         choose = random.Random(contiguous)
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(repeats):
@@ -97,21 +101,23 @@ class _Sides:
                 for _ in range(requests)
             ]
             for side, prepare in zip(times, (self._ours, self._stock), strict=True):
-                side.append(_median_us([prepare(local, remote) for local, remote in batch]))
+                side.append(_median_us([prepare(local, remote, from_ids) for local, remote in batch]))
         return case(name, "us", times[0], _PEER, times[1])
 
-    def _ours(self, local: Ids, remote: Ids) -> Callable[[], Any]:
-        offered = _groups(remote)
+    def _ours(self, local: Ids, remote: Ids, from_ids: bool) -> Callable[[], Any]:
+        offered, ours = _groups(remote), _groups(local)
 
         def plan() -> Any:
-            pull = plan_pull(self.map, local=_groups(local), remote=offered, num_tokens=_NUM_TOKENS)
+            groups = _groups(local) if from_ids else ours
+            pull = plan_pull(self.map, local=groups, remote=offered, num_tokens=_NUM_TOKENS)
             return self.ours.read(peer=self.key, read=pull.reads[0])
 
         return plan
 
-    def _stock(self, local: Ids, remote: Ids) -> Callable[[], Any]:
-        request = self.stock.request(*(tuple(list(group) for group in side) for side in (local, remote)))
-        return lambda: self.stock.read(request)
+    def _stock(self, local: Ids, remote: Ids, from_ids: bool) -> Callable[[], Any]:
+        lists = [tuple(list(group) for group in side) for side in (local, remote)]
+        request = self.stock.request(*lists)
+        return lambda: self.stock.read(self.stock.request(*lists) if from_ids else request)
 
     def close(self) -> None:
         self.ours.close()

@@ -83,7 +83,7 @@ def bench_pull(*, repeats: int = 15) -> dict[str, Any]:
 
         def random_ours() -> float:
             local, remote = scattered()
-            pairs = BlockPairs(local_ids=tuple(local), remote_ids=tuple(remote))
+            pairs = BlockPairs.of(local_ids=tuple(local), remote_ids=tuple(remote))
             return pull(RankRead(remote_rank=0, head_slice=whole, runs=pairs))
 
         def random_stock() -> float:

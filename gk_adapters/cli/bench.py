@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import click
@@ -44,6 +45,8 @@ def bench() -> None:
 
 def _run(name: str) -> dict[str, Any]:
     module_name, function, _ = BENCHES[name]
+    # vLLM logs to standard output, which is our report's.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Iterator
 from importlib import import_module
@@ -111,7 +112,7 @@ def test_scattered_blocks_land_where_they_belong_in_every_region(pair: tuple[Age
     """Pairs in no order; every byte is right and no other block is touched."""
     producer, consumer = pair
     there = {3: 20, 11: 2, 4: 5, 5: 6, 23: 0}
-    pairs = BlockPairs(local_ids=tuple(there), remote_ids=tuple(there.values()))
+    pairs = BlockPairs.of(local_ids=tuple(there), remote_ids=tuple(there.values()))
     read = RankRead(remote_rank=0, head_slice=WHOLE, runs=pairs)
     assert finish(consumer.transport.read(peer=PRODUCER, read=read), producer) is ReadState.DONE
     for index in range(2):
@@ -129,9 +130,24 @@ def test_no_address_outside_a_region_is_formed(
 ) -> None:
     """Ids one past the end, below zero, beyond 32 and 64 bits, and unpaired: refused, nothing posted."""
     _, consumer = pair
-    read = RankRead(remote_rank=0, head_slice=WHOLE, runs=BlockPairs(local_ids=local, remote_ids=remote))
+
+    def read() -> ReadHandle:
+        pairs = BlockPairs.of(local_ids=local, remote_ids=remote)
+        return consumer.transport.read(peer=PRODUCER, read=RankRead(remote_rank=0, head_slice=WHOLE, runs=pairs))
+
     with pytest.raises(LayoutError):
-        consumer.transport.read(peer=PRODUCER, read=read)
+        read()
+    assert bytes(consumer.memory) == bytes(len(consumer.memory))
+
+
+@pytest.mark.parametrize("side", ["packed_local", "packed_remote"])
+def test_packed_bytes_of_no_block_are_refused_by_side(pair: tuple[Agent, Agent], side: str) -> None:
+    """Bytes that would be -1 as int32 are the block 4294967295, which nobody has."""
+    _, consumer = pair
+    good = (5).to_bytes(4, sys.byteorder)
+    pairs = BlockPairs(**{"packed_local": good, "packed_remote": good, side: bytes([255] * 4)})
+    with pytest.raises(LayoutError, match=f"{side[7:]} block 4294967295 is outside 0..{NUM_BLOCKS - 1}"):
+        consumer.transport.read(peer=PRODUCER, read=RankRead(remote_rank=0, head_slice=WHOLE, runs=pairs))
     assert bytes(consumer.memory) == bytes(len(consumer.memory))
 
 

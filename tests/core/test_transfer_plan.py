@@ -377,9 +377,36 @@ def test_a_huge_block_id_is_refused_without_printing_it() -> None:
         plan_pull(one_to_one(), local=make_groups((1,), (2,)), remote=make_groups((3,), (1 << 20_000,)), num_tokens=5)
 
 
+@pytest.mark.parametrize(
+    ("remote", "message"),
+    [
+        (((4, 5), (6, 5, 9, 3)), "remote block 5 is named twice"),
+        (((4, 5), (6, 8, 6, 3)), "remote block 6 is named twice"),
+        (((4, 5), (6, 0, 9, 3)), "a needed remote block is the null block"),
+        (((5, 4), (6, 7, 8, 9)), None),
+        (((4, 5), (9, 8, 7, 6)), None),
+        (((4, 5), (9, 8, 7, 6, 9, 0, 2**31)), None),
+    ],
+)
+def test_scattered_ids_pair_by_position_and_are_looked_at_where_they_are_needed(
+    remote: tuple[tuple[int, ...], tuple[int, ...]], message: str | None
+) -> None:
+    """A run beside no run, doubles inside and across groups, and entries that nothing needs."""
+    local = make_groups((21, 20), (13, 12, 11, 10), first_sliding=2)
+    theirs = make_groups(*remote, first_sliding=2)
+    if message is not None:
+        with pytest.raises(RequestError, match=message):
+            plan_pull(one_to_one(), local=local, remote=theirs, num_tokens=510)
+        return
+    read = plan_pull(one_to_one(), local=local, remote=theirs, num_tokens=510).reads[0]
+    pairs = dict(zip(read.local_ids, read.remote_ids, strict=True))
+    (a, b), (c, d, e, f) = remote[0], remote[1][:4]
+    assert pairs == {21: a, 20: b, 13: c, 12: d, 11: e, 10: f}
+
+
 def test_neighbouring_blocks_become_one_run() -> None:
     """Only where both sides are consecutive, sorted by our ids, whatever order they came in."""
-    pairs = BlockPairs(local_ids=(12, 5, 6, 7, 13, 20), remote_ids=(3, 80, 81, 40, 2, 21))
+    pairs = BlockPairs.of(local_ids=(12, 5, 6, 7, 13, 20), remote_ids=(3, 80, 81, 40, 2, 21))
     assert pairs == (
         BlockRun(local_start=5, remote_start=80, count=2),
         BlockRun(local_start=7, remote_start=40, count=1),
@@ -409,7 +436,7 @@ def test_a_contiguous_prompt_is_one_run() -> None:
 @given(pairs=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), unique_by=(lambda p: p[0], lambda p: p[1])))
 def test_runs_hold_the_same_pairs_and_cannot_be_merged_further(pairs: list[tuple[int, int]]) -> None:
     """Ascending, never overlapping, and no two neighbours that continue each other."""
-    runs = list(BlockPairs(local_ids=tuple(p[0] for p in pairs), remote_ids=tuple(p[1] for p in pairs)))
+    runs = list(BlockPairs.of(local_ids=tuple(p[0] for p in pairs), remote_ids=tuple(p[1] for p in pairs)))
     assert [(r.local_start + i, r.remote_start + i) for r in runs for i in range(r.count)] == sorted(pairs)
     for a, b in itertools.pairwise(runs):
         assert (a.local_start + a.count, a.remote_start + a.count) != (b.local_start, b.remote_start)
@@ -421,7 +448,7 @@ def test_a_read_knows_its_ids_however_its_runs_are_held() -> None:
     runs = (BlockRun(local_start=4, remote_start=9, count=2), BlockRun(local_start=8, remote_start=3, count=1))
     read = RankRead(remote_rank=2, head_slice=whole, runs=runs)
     assert (read.local_ids, read.remote_ids, read.num_blocks) == ((4, 5, 8), (9, 10, 3), 3)
-    same = evolve(read, runs=BlockPairs(local_ids=(8, 4, 5), remote_ids=(3, 9, 10)))
+    same = evolve(read, runs=BlockPairs.of(local_ids=(8, 4, 5), remote_ids=(3, 9, 10)))
     assert (same.local_ids, same.remote_ids, same.num_blocks) == ((8, 4, 5), (3, 9, 10), 3)
     assert same == read
 
