@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 
 from gk_adapters.cli.common import console, emit_json, json_option
-from gk_core.errors import GkError, UnsupportedError
+from gk_core.errors import GkError
 
 __all__ = ["BENCHES", "bench"]
 
@@ -47,12 +47,7 @@ def _run(name: str) -> dict[str, Any]:
     module_name, function, _ = BENCHES[name]
     # vLLM logs to standard output, which is our report's.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name:
-            raise
-        raise UnsupportedError(f"gk bench {name} is not part of this build") from error
+    module = importlib.import_module(module_name)
     answer: dict[str, Any] = getattr(module, function)()
     return answer
 

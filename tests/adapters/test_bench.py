@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from gk_adapters.bench.cache import make_cache
 from gk_adapters.bench.churn import bench_churn
 from gk_adapters.bench.form import alternate, case, report
+from gk_adapters.bench_decode import bench_decode
 from gk_adapters.cli import bench as cli_bench
 from gk_adapters.cli.main import LazyGroup
 from gk_core.disaggregation import Role
@@ -96,11 +98,22 @@ def test_all_goes_on_after_a_benchmark_that_cannot_run(monkeypatch: pytest.Monke
     assert result.return_value == 1
 
 
-def test_a_benchmark_that_this_build_lacks_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a traceback."""
-    monkeypatch.setattr(cli_bench, "BENCHES", {"later": ("gk_adapters.no_such_bench", "run", "")})
-    with pytest.raises(UnsupportedError, match="gk bench later"):
-        CliRunner().invoke(cli_bench.bench, ["later"], standalone_mode=False, catch_exceptions=False)
+@pytest.mark.parametrize("name", cli_bench.BENCHES)
+def test_every_benchmark_that_is_listed_exists(name: str) -> None:
+    """Module and function."""
+    module, function, _ = cli_bench.BENCHES[name]
+    assert callable(getattr(import_module(module), function))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_decode_is_measured_against_both_peers() -> None:
+    """Real processes, three steps each; batch 1 and 8."""
+    answer = bench_decode(repeats=1, num_steps=3)
+    assert [c["case"] for c in answer["cases"]] == ["hf_b1", "hf_b8", "vllm_b1", "vllm_b8"]
+    for found in answer["cases"]:
+        assert found["unit"] == "ms"
+        assert min(found["ours"]["median"], found["peer"]["median"]) > 0
 
 
 def test_help_imports_no_benchmark() -> None:
