@@ -21,7 +21,7 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import define, field
 
@@ -61,17 +61,24 @@ class _Loop:
         self._jobs.put(job)
 
     def turn(self) -> bool:
-        """One round of the service; whether there was anything to do."""
+        """One round of the engine; whether there was anything to do."""
         raise NotImplementedError
+
+    def step(self) -> bool:
+        """Run the jobs that wait, then one round of the engine; whether there was anything to do.
+
+        The thread does this all the time; call it where no thread was started.
+        """
+        busy = False
+        while not self._jobs.empty():
+            self._jobs.get()()
+            busy = True
+        return self.turn() or busy
 
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                busy = False
-                while not self._jobs.empty():
-                    self._jobs.get()()
-                    busy = True
-                if not (self.turn() or busy):
+                if not self.step():
                     self._stop.wait(_IDLE_SECONDS)
         except BaseException as error:
             # The engine's own bug: say so to every later caller instead of going silent.
@@ -83,6 +90,10 @@ class _Loop:
 class _PrefillResult:
     hand_off: HandOff | None = None
     error: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.hand_off is not None or bool(self.error)
 
 
 class PrefillService(_Loop):
@@ -115,11 +126,7 @@ class PrefillService(_Loop):
     def _submit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         request_id, prompt = _text(request, "request_id"), _token_ids(request, "prompt")
         with self._lock:
-            if request_id in self._results:
-                raise RequestError(f"request {request_id!r} is known already; use another id")
-            self._results[request_id] = _PrefillResult()
-            while len(self._results) > _REMEMBERED_RESULTS:
-                self._results.popitem(last=False)
+            _enter(self._results, request_id, _PrefillResult())
         self.post(lambda: self._waiting.append((request_id, prompt)))
         return {"accepted": True}
 
@@ -161,6 +168,10 @@ class _DecodeResult:
     transferred_tokens: int = 0
     recomputed_tokens: int = 0
 
+    @property
+    def is_over(self) -> bool:
+        return self.finished is not None
+
 
 class DecodeService(_Loop):
     """Runs a decode node; give `handle` to a `SideChannelServer`."""
@@ -198,28 +209,31 @@ class DecodeService(_Loop):
         return bool(events)
 
     def _submit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        offer = request.get("hand_off")
-        eos = request.get("eos_ids", [])
-        decode = DecodeRequest(
-            request_id=_text(request, "request_id"),
-            prompt=_token_ids(request, "prompt"),
-            max_new_tokens=_count(request, "max_new_tokens"),
-            eos_ids=frozenset(_token_ids({"eos_ids": eos}, "eos_ids", empty=True)),
-            hand_off=None if offer is None else parse_kv_transfer_params(offer),
-        )
-        with self._lock:
-            if decode.request_id in self._results:
-                raise RequestError(f"request {decode.request_id!r} is known already; use another id")
-            self._results[decode.request_id] = _DecodeResult()
-            while len(self._results) > _REMEMBERED_RESULTS:
-                self._results.popitem(last=False)
+        params = request.get("hand_off")
+        offer = None if params is None else parse_kv_transfer_params(params)
+        try:
+            decode = DecodeRequest(
+                request_id=_text(request, "request_id"),
+                prompt=_token_ids(request, "prompt"),
+                max_new_tokens=_count(request, "max_new_tokens"),
+                eos_ids=frozenset(_token_ids({"eos_ids": request.get("eos_ids", [])}, "eos_ids", empty=True)),
+                hand_off=offer,
+            )
+            with self._lock:
+                _enter(self._results, decode.request_id, _DecodeResult())
+        except GkError:
+            if offer is not None:
+                # Its producer must not wait for a reader that will never come.
+                declined = offer
+                self.post(lambda: self.node.engine.decline(declined))
+            raise
         self.post(lambda: self._start(decode))
         return {"accepted": True}
 
     def _start(self, request: DecodeRequest) -> None:
         try:
             self.node.engine.submit(request)
-        except RequestError as error:
+        except GkError as error:
             with self._lock:
                 self._results[request.request_id] = _DecodeResult(finished="refused", error=str(error))
 
@@ -275,6 +289,26 @@ class ServiceClient:
             endpoint=self._endpoint, message=json.dumps(request).encode(), timeout_seconds=self._timeout
         )
         return _object(reply)
+
+
+R = TypeVar("R", _PrefillResult, _DecodeResult)
+
+
+def _enter(results: OrderedDict[str, R], request_id: str, result: R) -> None:
+    """Remember one more request; the oldest that is over makes room.
+
+    Raises:
+        RequestError: the id is known.
+        CapacityError: every request that is remembered is still under way.
+    """
+    if request_id in results:
+        raise RequestError(f"request {request_id!r} is known already; use another id")
+    if len(results) >= _REMEMBERED_RESULTS:
+        over = next((name for name, known in results.items() if known.is_over), None)
+        if over is None:
+            raise CapacityError(f"{len(results)} requests are under way already; try again later")
+        del results[over]
+    results[request_id] = result
 
 
 def _pool_counts(node: PrefillNode | DecodeNode) -> dict[str, int]:

@@ -208,8 +208,8 @@ class DecodeEngine(Generic[T]):
             digest = offer_digest(request.prompt[:-1], offer.groups) if offer is not None else ""
         except RequestError:
             self._metrics.count(name=REQUESTS_REFUSED)
-            if request.hand_off is not None and self._reader_of(request.hand_off) is None:
-                self._offers.decline(request.hand_off, pull_id, now=self._clock.now())
+            if request.hand_off is not None:
+                self.decline(request.hand_off)
             raise
         self._live[request.request_id] = _Live(
             request=request,
@@ -219,6 +219,15 @@ class DecodeEngine(Generic[T]):
             digest=digest,
             warm_at=self._clock.now(),
         )
+
+    def decline(self, hand_off: HandOff) -> None:
+        """Tell the producer of an offer that it will not be read here, whatever came with it being no request.
+
+        Harmless while a request here reads the same offer.
+        """
+        if self._reader_of(hand_off) is None:
+            self._counter += 1
+            self._offers.decline(hand_off, f"{self._start_id}{self._counter}", now=self._clock.now())
 
     def cancel(self, *, request_id: str) -> None:
         """Give a request up, at any moment; harmless when it is over or unknown."""
