@@ -52,6 +52,7 @@ class GigaCase:
         rows: rows per replica, all active, all at the full context.
         context: tokens of each row, the new one included.
         target: "trn2" or "trn3".
+        mx_terms: MXFP8 terms of an activation, on trn3.
     """
 
     geometry: ModelGeometry
@@ -60,6 +61,7 @@ class GigaCase:
     rows: int
     context: int
     target: str
+    mx_terms: int = 2
 
     @property
     def shape(self) -> ControlShape:
@@ -93,6 +95,7 @@ def giga_cost(case: GigaCase) -> dict[str, Any]:
     return {
         "where": "simulator, not device",
         "target": case.target,
+        "mx_terms": case.mx_terms if case.target == "trn3" else 0,
         "ranks": case.mesh.world_size,
         "rows": case.rows,
         "context": case.context,
@@ -139,15 +142,19 @@ def _ideal_bytes(case: GigaCase) -> int:
 
 def _trace(case: GigaCase, layers: int) -> Any:
     """The simulator's result of so many layers on shapes alone."""
-    from gk_adapters.nki_kernel import giga_config, giga_kernel, giga_weight_names, require_kernel_limits
+    from gk_adapters.nki_kernel import giga_kernel
+    from gk_adapters.torch_giga import GigaBuild, giga_config, giga_weight_names, require_kernel_limits, scratch_blocks
     from gk_kernels.simulator import HbmInput, simulate
 
-    g, mesh, layout, shape = _pair_geometry(case, layers), case.mesh, case.layout, case.shape
+    g, mesh, shape = _pair_geometry(case, layers), case.mesh, case.shape
+    scratch = scratch_blocks(case.rows, case.layout.block_size)
+    build = GigaBuild(target=case.target, scratch_blocks=scratch, mx_terms=case.mx_terms)
+    layout = evolve(case.layout, num_layers=layers, num_blocks=case.layout.num_blocks + scratch)
     contract = KernelContract(
-        layout=evolve(layout, num_layers=layers), shape=shape, mesh=mesh, hidden_size=g.hidden_size,
+        layout=layout, shape=shape, mesh=mesh, hidden_size=g.hidden_size,
         model_dtypes=("bfloat16",), weights=(),
     )  # fmt: skip
-    require_kernel_limits(contract)
+    require_kernel_limits(contract, build)
 
     def shaped(dims: tuple[int, ...], dtype: str) -> HbmInput:
         return HbmInput(shape=dims, dtype=dtype)
@@ -173,9 +180,9 @@ def _trace(case: GigaCase, layers: int) -> Any:
         *(shaped(column, "uint8") for _ in range(2)),
         *(shaped((half, rows, 1), "bfloat16") for _ in range(2)),
         shaped((1, 1), "int32"),
-        giga_config(g, contract, 0, KVScales(), mx_matmul=case.target == "trn3"),
+        giga_config(g, contract, 0, KVScales(), build, mx_matmul=case.target == "trn3"),
     )
-    return simulate(giga_kernel(), *args, trace=True, target=case.target, sections=_PARTS)
+    return simulate(giga_kernel(simulated=True), *args, trace=True, target=case.target, sections=_PARTS)
 
 
 @click.command()
@@ -189,10 +196,14 @@ def _trace(case: GigaCase, layers: int) -> Any:
 @click.option("--block-size", type=int, default=128, show_default=True, help="Tokens per block.")
 @kv_dtype_option("fp8")
 @click.option("--target", type=click.Choice(["trn2", "trn3"]), default="trn3", show_default=True)
+@click.option(
+    "--mx-terms", type=click.IntRange(1, 2), default=2, show_default=True, help="MXFP8 terms of an activation (trn3)."
+)
 @json_option
 def giga(
-    model: str, tp: int, dp: int, rows: int, context: int, block_size: int, kv_dtype: str, target: str, as_json: bool
-) -> None:
+    model: str, tp: int, dp: int, rows: int, context: int, block_size: int, kv_dtype: str, target: str, mx_terms: int,
+    as_json: bool,
+) -> None:  # fmt: skip
     """What one rank's decode step with the giga kernel would cost: bytes, memory, collectives, cycles.
 
     Runs in the simulator, not on a device; cycles are a model from counted work.
@@ -211,7 +222,9 @@ def giga(
         specs, num_blocks=blocks, k_byte_order=KByteOrder.PAIR_PACKED if packed else KByteOrder.TOKEN_MAJOR
     )
     mesh = DecodeMesh(tp_size=tp, dp_size=dp, ep_size=tp * dp)
-    case = GigaCase(geometry=geometry, mesh=mesh, layout=layout, rows=rows, context=context, target=target)
+    case = GigaCase(
+        geometry=geometry, mesh=mesh, layout=layout, rows=rows, context=context, target=target, mx_terms=mx_terms
+    )
     try:
         answer = giga_cost(case)
     except SimulationError as error:

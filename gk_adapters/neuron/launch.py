@@ -10,11 +10,18 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from attrs import evolve
 
 from gk_adapters.neuron.environment import require_gk_lnc
 from gk_adapters.neuron.flat_entry import flat_entry
-from gk_adapters.nki_kernel import giga_config, giga_kernel, giga_weight_names, require_kernel_limits
+from gk_adapters.nki_kernel import giga_kernel
+from gk_adapters.torch_giga import (
+    GigaBuild,
+    checked_contract,
+    giga_config,
+    giga_weight_names,
+    require_kernel_limits,
+    uses_mx,
+)
 from gk_core.block_table import PAD_SLOT_ID
 from gk_core.errors import LayoutError, MissingDependencyError, UnsupportedError
 from gk_core.kernel_contract import DecodeCall, KernelContract, check_decode_call
@@ -75,14 +82,13 @@ def load_wrap_nki() -> WrapNki:
     return wrap
 
 
-def scratch_slot_tensors(update_index: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots that are all valid (int32 [R, 1]), and which rows write (uint8 [R, 1]); in the graph.
-
-    Mixing rows to write with rows to skip in one indirect DMA can wedge the device, so an idle row gets a slot of its
-    own in the null block, whose bytes the kernel puts back.
-    """
+def scratch_slot_tensors(
+    update_index: torch.Tensor, block_size: int, scratch_slot: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`torch_giga.scratch_slots` in the graph: valid, distinct slots (int32 [R, 1]), and which rows write (uint8)."""
     writes = update_index != PAD_SLOT_ID
-    own = torch.arange(update_index.shape[0], device=update_index.device).view(-1, 1) % block_size
+    rows = torch.arange(update_index.shape[0], device=update_index.device).view(-1, 1)
+    own = scratch_slot + 2 * rows if scratch_slot else rows % block_size
     return torch.where(writes, update_index, own).to(torch.int32), writes.to(torch.uint8)
 
 
@@ -90,9 +96,9 @@ class NeuronDecodeKernel(DecodeKernel[torch.Tensor]):
     """One rank's giga kernel in a torch graph.
 
     Args:
-        contract: of the calls; weights are the stacks of the NKI layout.
+        contract: of the calls; weights are the stacks of the NKI layout, and the layout counts the scratch blocks.
         geometry: of the model.
-        target: "trn2" or "trn3".
+        build: target, scratch blocks and options.
         wrap_nki: see `load_wrap_nki`.
         environ: environment variables; lnc is read from them.
 
@@ -106,24 +112,20 @@ class NeuronDecodeKernel(DecodeKernel[torch.Tensor]):
         *,
         contract: KernelContract,
         geometry: ModelGeometry,
-        target: str,
+        build: GigaBuild,
         wrap_nki: WrapNki,
         environ: Mapping[str, str],
     ) -> None:
         require_gk_geometry(geometry)
-        require_kernel_limits(contract)
+        require_kernel_limits(contract, build)
         self.lnc = require_gk_lnc(environ)
         if self.lnc != contract.lnc:
             raise LayoutError(f"the contract is for lnc {contract.lnc}, this process runs at {self.lnc}")
-        self.options = compile_options(target, contract.layout.dtype, self.lnc)
+        self.options = compile_options(build.target, contract.layout.dtype, self.lnc)
         self.contract = contract
-        # torch stores the e4m3 dialect as e4m3fn (see torch_dtypes): the check must ask for what is stored.
-        stored = contract.layout
-        if stored.dtype is KVDtype.FP8_E4M3:
-            stored = evolve(stored, dtype=KVDtype.FP8_E4M3FN)
-        self._checked_contract = evolve(contract, layout=stored)
+        self._checked_contract = checked_contract(contract)
         self.geometry = geometry
-        self.target = target
+        self.build = build
         from gk_kernels.simulator import simulated_nki
 
         entry = flat_entry(giga_kernel(), contract.layout.num_buffers)
@@ -140,31 +142,39 @@ class NeuronDecodeKernel(DecodeKernel[torch.Tensor]):
         Raises:
             LayoutError: the call is not what the contract allows, or has its caches stacked; nothing was launched.
         """
-        check_decode_call(call, self._checked_contract)
+        self.check(call)
         if call.per_buffer_kv is None:
             raise LayoutError("on a device each buffer is an argument of its own; pass per-buffer KV")
         out = self._kernel[self.lnc](*self.arguments(call))
         hidden: torch.Tensor = out[0]
         return hidden.index_select(1, torch.tensor(self._to_model, device=hidden.device))
 
+    def check(self, call: DecodeCall[torch.Tensor]) -> None:
+        """Refuse a call that the contract does not allow.
+
+        Raises:
+            LayoutError: see `check_decode_call`.
+        """
+        check_decode_call(call, self._checked_contract)
+
     def arguments(self, call: DecodeCall[torch.Tensor]) -> tuple[Any, ...]:
         """The entry's arguments: tensors, None for absent scales, and the build's constants last."""
         assert call.per_buffer_kv is not None
         c, kv, device = call.control, call.per_buffer_kv, call.hidden.device
         block_size, mesh = self.contract.layout.block_size, self.contract.mesh
-        slots, writes = scratch_slot_tensors(c.update_index, block_size)
-        slots_swa, writes_swa = scratch_slot_tensors(c.update_index_swa, block_size)
+        scratch = self.build.scratch_slot(self.contract.layout)
+        slots, writes = scratch_slot_tensors(c.update_index, block_size, scratch)
+        slots_swa, writes_swa = scratch_slot_tensors(c.update_index_swa, block_size, scratch)
         padded = torch.nn.functional.pad(call.hidden, (0, 1))
         x = padded.index_select(1, torch.tensor(self._to_stored, device=device))
         names = giga_weight_names()
         weights = [call.weights.get(n) if n.endswith(_SCALES) else call.weights[n] for n in names]
         first = mesh.experts(call.rank, self.geometry.num_experts).start
-        four_bit = any(n.endswith(_SCALES) and n in call.weights for n in names)
-        mx = four_bit and self.target == "trn3" and call.hidden.dtype == torch.bfloat16
+        mx_matmul = uses_mx(call.weights, self.build.target, call.hidden.dtype)
         return (
             x, *weights, *kv.k, *kv.v,
             c.block_table, c.block_table_swa, c.positions, c.positions_swa, c.swa_start,
             slots, slots_swa, writes, writes_swa, c.cos, c.sin,
             torch.full((1, 1), first, dtype=torch.int32, device=device),
-            giga_config(self.geometry, self.contract, call.rank, call.scales, mx),
+            giga_config(self.geometry, self.contract, call.rank, call.scales, self.build, mx_matmul=mx_matmul),
         )  # fmt: skip

@@ -5,8 +5,6 @@ Strategy: keys stay on partitions, where the gather put them, and the few query 
 product with V; only K is transposed. What crosses partitions (the maximum, the sums) goes through the Tensor Engine: a
 contraction with ones leaves its result on every partition.
 
-Plain copies of whole tiles go to the Scalar Engine, which has time; the Vector Engine has the rest of the work.
-
 Columns of small tiles are (head, row of the group). Masked scores are overwritten and masked values zeroed, not
 multiplied by 0: a NaN in a block that nobody reads must not spread.
 """
@@ -20,6 +18,7 @@ import nki.language as nl
 
 from gk_kernels.giga_decode.config import DecodeConfig
 from gk_kernels.giga_decode.gather import Gather, gather_runs
+from gk_kernels.giga_decode.projection import heads_per_column
 from gk_kernels.giga_decode.qkv import NewTokens
 from gk_kernels.giga_decode.tiles import BANK_BYTES, PARTITIONS, Constants, bytes_of
 
@@ -49,15 +48,17 @@ def attend(
     new: NewTokens, k_cache: nl.NkiTensor, v_cache: nl.NkiTensor, sink: nl.NkiTensor, gather: Gather,
     config: DecodeConfig, constants: Constants, name: str,
 ) -> nl.NkiTensor:  # fmt: skip
-    """Attention of all rows and heads, [d, q, R] in the model's dtype.
+    """Attention of all rows and heads in the model's dtype, as the output projection takes it: [s d, q / s, R].
 
     sink: [q, 1] float32 in HBM.
     """
     d = config.head_size
     g = config.q_per_kv()
+    share = heads_per_column(d, g)
     plan = gather.plan
     dtype = new.queries.dtype
-    out = nl.ndarray((d, config.num_q_heads, plan.rows), dtype=dtype, buffer=nl.sbuf, name=f"{name}_out")
+    columns = config.num_q_heads // share
+    out = nl.ndarray((share * d, columns, plan.rows), dtype=dtype, buffer=nl.sbuf, name=f"{name}_out")
     sinks = nl.ndarray((PARTITIONS, config.num_q_heads), dtype=nl.float32, buffer=nl.sbuf, name=f"{name}_sinks")
     nisa.dma_copy(dst=sinks, src=sink.ap(pattern=[[0, PARTITIONS], [1, config.num_q_heads]]))
     for head in range(config.num_kv_heads):
@@ -70,9 +71,10 @@ def attend(
                 key=new.keys[:, head : head + 1, first:last],
                 value=new.values[:, head : head + 1, first:last],
             )  # fmt: skip
+            heads = g // share
             attend_group(
                 part, k_cache, v_cache, sinks[:, head * g : (head + 1) * g], gather, config.v_scale, constants,
-                out[:, head * g : (head + 1) * g, first:last], f"{name}_h{head}g{group}",
+                out[:, head * heads : (head + 1) * heads, first:last], f"{name}_h{head}g{group}",
             )  # fmt: skip
     return out
 
@@ -81,7 +83,7 @@ def attend_group(
     part: RowGroup, k_cache: nl.NkiTensor, v_cache: nl.NkiTensor, sinks: nl.NkiTensor, gather: Gather, v_scale: float,
     constants: Constants, out: nl.NkiTensor, name: str,
 ) -> None:  # fmt: skip
-    """One KV head of one row group into `out` [d, g, rows]. sinks: [128, g]."""
+    """One KV head of one row group into `out` [s d, g / s, rows]. sinks: [128, g]."""
     d, g, rows = part.queries.shape
     own = own_scores(part, constants, f"{name}_own")
     scores = key_scores(part, k_cache, gather, f"{name}_scores")
@@ -223,7 +225,7 @@ def finish(
     part: RowGroup, values: nl.NkiTensor, total: nl.NkiTensor, own: nl.NkiTensor, sinks: nl.NkiTensor,
     largest: nl.NkiTensor, v_scale: float, out: nl.NkiTensor, name: str,
 ) -> None:  # fmt: skip
-    """Own token and sink join; divide: out = (values + w v) / (total + w + sink), [d, g, rows].
+    """Own token and sink join; divide: (values + w v) / (total + w + sink), into `out` [s d, g / s, rows].
 
     The sink is one more logit that has no value.
     """
@@ -241,4 +243,11 @@ def finish(
     nisa.reciprocal(dst=share, data=rest)
     nisa.tensor_tensor(dst=weight, data1=weight, data2=part.value.broadcast(1, g), op=nl.multiply)
     nisa.tensor_tensor(dst=weight, data1=weight, data2=values, op=nl.add)
-    nisa.scalar_tensor_tensor(dst=out, data=weight, op0=nl.multiply, operand0=v_scale, op1=nl.multiply, operand1=share)
+    columns = out.shape[1]
+    of_head = weight.reshape((d, columns, g // columns, rows))
+    of_share = share.reshape((d, columns, g // columns, rows))
+    for i in range(g // columns):
+        nisa.scalar_tensor_tensor(
+            dst=out[i * d : (i + 1) * d], data=of_head[:, :, i, :], op0=nl.multiply, operand0=v_scale,
+            op1=nl.multiply, operand1=of_share[:, :, i, :],
+        )  # fmt: skip

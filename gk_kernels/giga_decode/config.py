@@ -17,7 +17,10 @@ class DecodeConfig(NamedTuple):
         k_scale, v_scale: FP8 scales of the cache: stored = x / scale.
         tp_groups, ep_groups: replica groups of the collectives, tuples of tuples; groups of one rank need none.
         mx_matmul: MXFP4 experts by MX matmuls (trn3, bfloat16 models); else their weights are widened on chip.
+        mx_terms: MXFP8 terms of each activation in MX matmuls: 1, rounded to 4 significant bits, or 2, all 8 of them.
         fp8_reduce_scatter: send the experts' sums as FP8, at a loss of precision.
+        scratch_slot: first of at least 2 R slots at the cache's end that no table names, where rows that write nothing
+            write; 0: there are none, and such rows put back the null block's bytes.
     """
 
     num_layers: int
@@ -34,7 +37,9 @@ class DecodeConfig(NamedTuple):
     tp_groups: tuple[tuple[int, ...], ...]
     ep_groups: tuple[tuple[int, ...], ...]
     mx_matmul: bool = False
+    mx_terms: int = 2
     fp8_reduce_scatter: bool = False
+    scratch_slot: int = 0
 
     def q_per_kv(self) -> int:
         """Query heads that share one KV head."""

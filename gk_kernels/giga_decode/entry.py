@@ -63,7 +63,8 @@ def giga_decode(
     k_buffers, v_buffers: g tensors [num_blocks, kv, block, d], K packed [num_blocks, kv, block / 2, d, 2] or not; or
         one tensor of each with a leading axis g. block_table [R, F], block_table_swa [R, S]: int32; unused entries 0.
     positions, positions_swa, swa_start: [R, 1] float32.
-    slots, slots_swa: [R, 1] int32, all inside the cache; writes, writes_swa: [R, 1] uint8, 1 where a row writes.
+    slots, slots_swa: [R, 1] int32, all inside the cache, scratch slots for rows that write nothing (see `kv_write`).
+    writes, writes_swa: [R, 1] uint8, 1 where a row writes.
     cos, sin: [d / 2, R, 1].
     first_expert: [1, 1] int32.
     """
@@ -81,9 +82,10 @@ def giga_decode(
         make_gather(block_table_swa, positions_swa, swa_start, num_kv_heads, plan_swa, "swa"),
         make_gather(block_table, positions, None, num_kv_heads, plan_full, "full"),
     ]
+    scratch = config.scratch_slot
     write_plans: list[WritePlan] = [
-        make_write_plan(slots_swa, writes_swa, block_size, num_kv_heads, packed, "write_swa"),
-        make_write_plan(slots, writes, block_size, num_kv_heads, packed, "write_full"),
+        make_write_plan(slots_swa, writes_swa, block_size, num_kv_heads, packed, scratch, "write_swa"),
+        make_write_plan(slots, writes, block_size, num_kv_heads, packed, scratch, "write_full"),
     ]
     cos_rows = load_angles(cos, "cos")
     sin_rows = load_angles(sin, "sin")

@@ -1,9 +1,15 @@
 """The new K and V go to their slots; every other byte of the cache stays as it is.
 
-A write is read, merge, write: rows that write nothing rewrite what stands in a slot of the null block, each its own,
-so one indirect DMA never mixes rows to write with rows to skip (which is reported to hang devices) and the null block
-keeps its bytes. Packed K stores tokens in pairs: a pass for even tokens, then one for odd tokens, which re-reads what
-the first wrote, so both lanes of a pair survive whoever wrote them.
+One indirect DMA must not mix rows to write with rows to skip (which is reported to hang devices), so every row has a
+valid slot, distinct from all others'. Rows that write nothing have theirs in scratch blocks behind the engine's, which
+no table names: what they put there is never read into a result. A plain write is then one scatter.
+
+Packed K stores tokens in pairs, so a write is read, merge, write: a pass for even tokens, then one for odd tokens,
+which re-reads what the first wrote, so both lanes of a pair survive whoever wrote them. Rows of the other lane go to
+the scratch blocks too.
+
+A cache from outside may have no scratch blocks. There, rows that write nothing point at the null block, and every
+write is read, merge, write: they put back the bytes that they found.
 """
 
 from __future__ import annotations
@@ -18,36 +24,41 @@ class WritePlan(NamedTuple):
     """Where one attention kind's new tokens go; the same for all its layers.
 
     Attributes:
-        rows: int32 [R, kv], index of a token's row in the cache seen as [num_blocks * kv * block, d]; rows that write
-            nothing point at the null block.
-        writes: uint8 [R, 1], 1 where a row writes.
+        rows: int32 [R, kv], index of a token's row in the cache seen as [num_blocks * kv * block, d].
+        writes: uint8 [R, 1], 1 where a row writes; None where all may, since the others' slots are scratch.
         pairs: int32 [R, 2, kv], packed K: pair rows of the even and of the odd pass; None when K is not packed.
         lanes: uint8 [R, 2], packed K: rows that write in each pass.
     """
 
     rows: nl.NkiTensor
-    writes: nl.NkiTensor
+    writes: nl.NkiTensor | None
     pairs: nl.NkiTensor | None
     lanes: nl.NkiTensor | None
 
 
 def make_write_plan(
-    slots: nl.NkiTensor, writes: nl.NkiTensor, block_size: int, num_kv_heads: int, packed: bool, name: str
-) -> WritePlan:
-    """Plan from slots [R, 1] int32, all of them valid, and flags [R, 1] uint8, both in HBM."""
+    slots: nl.NkiTensor, writes: nl.NkiTensor, block_size: int, num_kv_heads: int, packed: bool, scratch_slot: int,
+    name: str,
+) -> WritePlan:  # fmt: skip
+    """Plan from slots [R, 1] int32, all of them valid, and flags [R, 1] uint8, both in HBM.
+
+    scratch_slot: first of 2 R slots that no table names; 0: there are none, the null block stands in for them.
+    """
     count = slots.shape[0]
     slot = nl.ndarray((count, 1), dtype=nl.int32, buffer=nl.sbuf, name=f"{name}_slot")
     nisa.dma_copy(dst=slot, src=slots)
     flags = nl.ndarray((count, 1), dtype=nl.uint8, buffer=nl.sbuf, name=f"{name}_flags")
     nisa.dma_copy(dst=flags, src=writes)
     rows = rows_of_slots(slot, block_size, num_kv_heads, f"{name}_rows")
+    merged = flags if scratch_slot == 0 else None
     if not packed:
-        return WritePlan(rows=rows, writes=flags, pairs=None, lanes=None)
+        return WritePlan(rows=rows, writes=merged, pairs=None, lanes=None)
 
     # A row of the other lane must not touch its pair in this pass: its neighbour may be writing the same pair.
     away = nl.ndarray((count, 1), dtype=nl.int32, buffer=nl.sbuf, name=f"{name}_away")
-    nisa.iota(dst=away, pattern=[[1, 1]], channel_multiplier=2)
-    nisa.tensor_scalar(dst=away, data=away, op0=nl.bitwise_and, operand0=block_size - 1)
+    nisa.iota(dst=away, pattern=[[1, 1]], offset=scratch_slot, channel_multiplier=2)
+    if scratch_slot == 0:
+        nisa.tensor_scalar(dst=away, data=away, op0=nl.bitwise_and, operand0=block_size - 1)
     pairs = nl.ndarray((count, 2, num_kv_heads), dtype=nl.int32, buffer=nl.sbuf, name=f"{name}_pairs")
     lanes = nl.ndarray((count, 2), dtype=nl.uint8, buffer=nl.sbuf, name=f"{name}_lanes")
     for lane in range(2):
@@ -62,7 +73,7 @@ def make_write_plan(
         nisa.tensor_copy_predicated(dst=target, src=slot, predicate=in_lane)
         of_lane = rows_of_slots(target, block_size, num_kv_heads, f"{name}_lane{lane}")
         nisa.tensor_scalar(dst=pairs[:, lane, :], data=of_lane, op0=nl.right_shift, operand0=1)
-    return WritePlan(rows=rows, writes=flags, pairs=pairs, lanes=lanes)
+    return WritePlan(rows=rows, writes=merged, pairs=pairs, lanes=lanes)
 
 
 def rows_of_slots(slot: nl.NkiTensor, block_size: int, num_kv_heads: int, name: str) -> nl.NkiTensor:
@@ -89,23 +100,19 @@ def rows_of_slots(slot: nl.NkiTensor, block_size: int, num_kv_heads: int, name: 
 
 def write_tokens(cache: nl.NkiTensor, new: nl.NkiTensor, plan: WritePlan, num_kv_heads: int, name: str) -> None:
     """Tokens `new` [R, kv * d], in the cache's dtype, into K or V [num_blocks, kv, block, d]."""
+    count = new.shape[0]
     d = cache.shape[3]
     table = cache.reshape((cache.shape[0] * cache.shape[1] * cache.shape[2], d))
     for head in range(num_kv_heads):
-        merge_rows(
-            table, new[:, head * d : (head + 1) * d], plan.rows[:, head : head + 1],
-            plan.writes.broadcast(1, d), f"{name}_{head}",
-        )  # fmt: skip
-
-
-def merge_rows(table: nl.NkiTensor, new: nl.NkiTensor, index: nl.NkiTensor, predicate: nl.NkiTensor, name: str) -> None:
-    """Read rows `index` of `table` [rows, d], replace them where `predicate` [R, d], write them back."""
-    count, d = new.shape
-    old = nl.ndarray((count, d), dtype=table.dtype, buffer=nl.sbuf, name=f"{name}_old")
-    there = table.ap(pattern=[[d, count], [1, d]], vector_offset=index, indirect_dim=0)
-    nisa.dma_copy(dst=old, src=there)
-    nisa.tensor_copy_predicated(dst=old, src=new, predicate=predicate)
-    nisa.dma_copy(dst=there, src=old)
+        mine = new[:, head * d : (head + 1) * d]
+        there = table.ap(pattern=[[d, count], [1, d]], vector_offset=plan.rows[:, head : head + 1], indirect_dim=0)
+        if plan.writes is None:
+            nisa.dma_copy(dst=there, src=mine)
+        else:
+            old = nl.ndarray((count, d), dtype=cache.dtype, buffer=nl.sbuf, name=f"{name}_{head}_old")
+            nisa.dma_copy(dst=old, src=there)
+            nisa.tensor_copy_predicated(dst=old, src=mine, predicate=plan.writes.broadcast(1, d))
+            nisa.dma_copy(dst=there, src=old)
 
 
 def write_packed_keys(

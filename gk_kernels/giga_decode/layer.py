@@ -137,7 +137,7 @@ def add_experts_mx(
     """The same with MX matmuls: tokens are quantised once for all experts."""
     assert weights.gate_up_scale is not None, "MX matmuls take MXFP4 experts"
     assert weights.down_scale is not None, "MX matmuls take MXFP4 experts"
-    tokens = quantise(hidden_lanes(turned, f"{name}_lanes"), f"{name}_tokens8")
+    tokens = quantise(hidden_lanes(turned, f"{name}_lanes"), config.mx_terms, f"{name}_tokens8")
     for e in range(weights.gate_up.shape[0]):
         activated = activate_mx(
             tokens, weights.gate_up[e], weights.gate_up_scale[e], weights.gate_up_bias[e], config, f"{name}_e{e}"

@@ -3,6 +3,8 @@
 A weight streams through the Tensor Engine as the moving operand, 512 columns (one PSUM bank) at a time; the tokens
 are the stationary operand, turned so that the contraction lies on partitions. Biases join the accumulation as a
 contraction of one row, which costs no pass over the result and reads the bias from HBM once.
+
+Plain copies of whole tiles go to the Scalar Engine, which has time; the Vector Engine has the rest of the work.
 """
 
 from __future__ import annotations
@@ -94,7 +96,10 @@ def turn_tiles(tiles: list[nl.NkiTensor], width: int, name: str) -> nl.NkiTensor
             for i in range(here):
                 column = (first + i) * width
                 nisa.nc_transpose(dst=turned[:, i, 0:count], data=rows[:, column : column + width])
-            nisa.tensor_copy(dst=out[:, first : first + here, start : start + count], src=turned[:, :, 0:count])
+            nisa.tensor_copy(
+                dst=out[:, first : first + here, start : start + count], src=turned[:, :, 0:count],
+                engine=nisa.engine.scalar,
+            )  # fmt: skip
         start += count
     return out
 
@@ -137,7 +142,7 @@ def linear(
         columns = min(COLUMNS, n - first)
         tile = load_columns(weight, depth, first, columns, turned.dtype, f"{name}_weight{first}")
         sums = contract(turned, tile, bias_tile[:, first : first + columns], ones, f"{name}_sums{first}")
-        nisa.tensor_copy(dst=out[:, first : first + columns], src=sums)
+        nisa.tensor_copy(dst=out[:, first : first + columns], src=sums, engine=nisa.engine.scalar)
     return out
 
 
@@ -155,7 +160,7 @@ def spread_row(row: nl.NkiTensor, rows: int, constants: Constants, name: str) ->
             dst=spread, stationary=constants.ones_f32[0:1, 0:rows], moving=tile[:, first : first + columns],
             accumulate=False,
         )  # fmt: skip
-        nisa.tensor_copy(dst=out[:, first : first + columns], src=spread)
+        nisa.tensor_copy(dst=out[:, first : first + columns], src=spread, engine=nisa.engine.scalar)
     return out
 
 
@@ -164,5 +169,5 @@ def cast(tile: nl.NkiTensor, dtype: nl.DType, name: str) -> nl.NkiTensor:
     if tile.dtype == dtype:
         return tile
     out = nl.ndarray(tile.shape, dtype=dtype, buffer=nl.sbuf, name=name)
-    nisa.tensor_copy(dst=out, src=tile)
+    nisa.tensor_copy(dst=out, src=tile, engine=nisa.engine.scalar)
     return out

@@ -42,12 +42,30 @@ def dequantise(weight: Array, scale: Array) -> Array:
     return np.ascontiguousarray(values).reshape(-1, weight.shape[2])
 
 
-def quantise_mx(x: Array) -> Array:
-    """x [N, K], features in the model's order, through MXFP8 and back: groups of 32, e4m3fn.
+def quantise_mx(x: Array, terms: int) -> Array:
+    """x [N, K], features in the model's order, through so many MXFP8 terms and back; 0 terms leave it as it is.
+
+    Two terms are the upper and the lower four of a bfloat16's eight significant bits; each is quantised alone.
+
+    >>> x = np.array([[1.2421875, 0.0625, 3.0] + [0.0] * 29])  # 1.0011111 in binary
+    >>> [quantise_mx(x, terms)[0, 0].item() for terms in (0, 1, 2)]
+    [1.2421875, 1.25, 1.2421875]
+    """
+    if terms == 0:
+        return x
+    if terms == 1:
+        return quantise_term(x)
+    narrow = x.astype(ml_dtypes.bfloat16)
+    upper = (narrow.view(np.uint16) & 0xFFF0).view(ml_dtypes.bfloat16).astype(np.float32)
+    return quantise_term(upper) + quantise_term(narrow.astype(np.float32) - upper)
+
+
+def quantise_term(x: Array) -> Array:
+    """x [N, K] through MXFP8 and back: groups of 32, e4m3fn.
 
     The scale's exponent is floor(log2 of the largest magnitude) - 7.
 
-    >>> quantise_mx(np.array([[1.0, 0.0625, 300.0] + [0.0] * 29])).tolist()[0][:3]
+    >>> quantise_term(np.array([[1.0, 0.0625, 300.0] + [0.0] * 29])).tolist()[0][:3]
     [1.0, 0.0625, 288.0]
     """
     groups = x.astype(np.float32).reshape(len(x), -1, 32)
@@ -67,16 +85,16 @@ def hidden_in_order(stored: Array) -> Array:
 
 def experts_mxfp4(
     normed: Array, affinity: Array, gate_up: Array, gate_up_scale: Array, gate_up_bias: Array, down: Array,
-    down_scale: Array, down_bias: Array, *, alpha: float, limit: float, quantised: bool,
+    down_scale: Array, down_bias: Array, *, alpha: float, limit: float, mx_terms: int,
 ) -> Array:  # fmt: skip
     """Sum over experts of affinity * expert(normed), columns in the stored order, from one layer's NKI stacks.
 
     normed: [N, Hp] in the stored order; affinity: [N, X]; stacks: see `gk_core.stacked_weights`, without the layer
         axis.
-    quantised: activations go through MXFP8, as in the kernel's MX path.
+    mx_terms: MXFP8 terms that activations go through, as in the kernel's MX path; 0: none.
     """
     x = hidden_in_order(normed.astype(np.float32))
-    x = quantise_mx(x) if quantised else x
+    x = quantise_mx(x, mx_terms)
     out = np.zeros(normed.shape, np.float32)
     for e in range(len(gate_up)):
         # Stored columns 512 T + 128 w + p are features 512 T + 4 p + w.
@@ -84,7 +102,8 @@ def experts_mxfp4(
         ordered = [p.reshape(len(x), -1, 4, 128).swapaxes(2, 3).reshape(len(x), -1) for p in parts]
         biases = gate_up_bias[e].astype(np.float32).transpose(1, 2, 0, 3).reshape(2, -1)
         act = swiglu(ordered[0] + biases[0], ordered[1] + biases[1], alpha, limit)
-        act = quantise_mx(act.astype(ml_dtypes.bfloat16)) if quantised else act
+        # What is quantised is bfloat16 on chip, whatever the terms.
+        act = quantise_mx(act.astype(ml_dtypes.bfloat16), mx_terms) if mx_terms else act
         y = act @ dequantise(down[e], down_scale[e]) + down_bias[e].astype(np.float32)
         out += affinity[:, e : e + 1] * y
     return out

@@ -22,13 +22,13 @@ Array = NDArray[Any]
 
 def decode_layer(
     x: Array, weights: Mapping[str, Array], k: Array, v: Array, table: Array, positions: Sequence[int],
-    starts: Sequence[int], slots: Array, writes: Array, cos: Array, sin: Array, *, config: Any, quantised: bool,
+    starts: Sequence[int], slots: Array, writes: Array, cos: Array, sin: Array, *, config: Any, mx_terms: int,
 ) -> Array:  # fmt: skip
     """Hidden states [R, Hp] after the layer; K and V are written in place.
 
     x: [R, Hp] float32 in the stored order. weights: one layer of the NKI stacks with MXFP4 experts. table: [R, width];
     positions, starts: in the table's frame. cos, sin: [R, d / 2]. config: the kernel's `DecodeConfig`.
-    quantised: the experts' activations go through MXFP8.
+    mx_terms: MXFP8 terms that the experts' activations go through; 0: none.
     """
     w = {name: a if a.dtype.kind in "iu" else a.astype(np.float32) for name, a in weights.items()}
     q, kv, d, g = config.num_q_heads, config.num_kv_heads, config.head_size, config.q_per_kv()
@@ -59,7 +59,7 @@ def decode_layer(
     moe = experts_mxfp4(
         normed, affinity[:, :experts], w["expert_gate_up_weights"], w["expert_gate_up_weights_scale"],
         w["expert_gate_up_bias"], w["expert_down_weights"], w["expert_down_weights_scale"], w["expert_down_bias"],
-        alpha=config.swiglu_alpha, limit=config.swiglu_limit, quantised=quantised,
+        alpha=config.swiglu_alpha, limit=config.swiglu_limit, mx_terms=mx_terms,
     )  # fmt: skip
     result: Array = x + moe
     return result

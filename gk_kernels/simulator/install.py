@@ -62,12 +62,15 @@ def _simulate(kernel: Any) -> Any:
 
 
 @contextmanager
-def simulated_nki() -> Iterator[ModuleType]:
+def simulated_nki(*, force: bool = False) -> Iterator[ModuleType]:
     """`import nki` inside the block gives the simulator, unless the real nki is installed, which then is used.
 
     Yields the nki module. On leaving, sys.modules is as it was before.
+
+    Args:
+        force: the simulator even where the real nki is installed.
     """
-    if real_nki_present():
+    if not force and real_nki_present():
         yield importlib.import_module("nki")
         return
     modules = _modules()

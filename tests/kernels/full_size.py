@@ -10,7 +10,8 @@ import numpy as np
 from attrs import evolve, frozen
 from numpy.typing import NDArray
 
-from gk_adapters.nki_kernel import giga_kernel, giga_weight_names, scratch_slots, to_stored_order
+from gk_adapters.nki_kernel import giga_kernel
+from gk_adapters.torch_giga import giga_weight_names, scratch_slots, to_stored_order
 from gk_core.decode_mesh import DecodeMesh
 from gk_core.model_geometry import GPT_OSS_120B, alternating_kinds
 from gk_core.stacked_weights import build_stacked_weight_specs
@@ -23,7 +24,9 @@ __all__ = ["LayerCase", "make_layer_case", "reference_hidden", "simulate_layer"]
 
 Array = NDArray[Any]
 MESH = DecodeMesh(tp_size=8, dp_size=16, ep_size=128)
-BLOCK, NUM_BLOCKS = 128, 23
+BLOCK, NUM_BLOCKS = 128, 24
+SCRATCH = (NUM_BLOCKS - 1) * BLOCK
+"""The last block is scratch, and this its first slot."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -55,7 +58,7 @@ def _weight(rng: np.random.Generator, name: str, shape: tuple[int, ...], dtype: 
     return values.astype(getattr(ml_dtypes, dtype, dtype))
 
 
-def make_layer_case(*, dtype: str, kv_dtype: Any, packed: bool, mx_matmul: bool, rows: int = 8) -> LayerCase:
+def make_layer_case(*, dtype: str, kv_dtype: Any, packed: bool, mx_terms: int, rows: int = 8) -> LayerCase:
     """Layer 0 (sliding) of rank 0: 8 query heads, 1 KV head, one expert, MXFP4, hidden 2880 padded to 3072."""
     rng = np.random.default_rng(11)
     g = evolve(GPT_OSS_120B, num_layers=1, attention_kinds=alternating_kinds(1))
@@ -69,13 +72,13 @@ def make_layer_case(*, dtype: str, kv_dtype: Any, packed: bool, mx_matmul: bool,
     stacks["router_bias"][..., 0] = 1.0
     positions = np.array([[5], [127], [128], [129], [200], [255], [131], [130]][:rows], np.float32)
     starts = np.maximum(positions - 127, 0)
-    blocks = rng.permutation(NUM_BLOCKS - 1)[: 2 * rows] + 1
+    blocks = rng.permutation(NUM_BLOCKS - 2)[: 2 * rows] + 1
     table = blocks.reshape(rows, 2).astype(np.int32)
     update = (
         table[np.arange(rows), (positions[:, 0] // BLOCK).astype(int)] * BLOCK + positions[:, 0].astype(int) % BLOCK
     )
     update[-1] = -1
-    slots, writes = scratch_slots(update[:, None].astype(np.int64), BLOCK)
+    slots, writes = scratch_slots(update[:, None].astype(np.int64), BLOCK, SCRATCH)
     k, v = (rng.standard_normal((NUM_BLOCKS, 1, BLOCK, g.head_size), np.float32).astype(kv_dtype) for _ in range(2))
     angles = rng.uniform(0, 6, (g.head_size // 2, rows, 1)).astype(np.float32)
     float_type = getattr(ml_dtypes, dtype, dtype)
@@ -89,7 +92,7 @@ def make_layer_case(*, dtype: str, kv_dtype: Any, packed: bool, mx_matmul: bool,
             num_layers=1, hidden_size=g.hidden_size, num_q_heads=8, num_kv_heads=1, head_size=g.head_size,
             experts_per_token=4, swiglu_alpha=g.swiglu_alpha, swiglu_limit=g.swiglu_limit,
             rms_norm_eps=g.rms_norm_eps, k_scale=2.0, v_scale=0.5, tp_groups=((0,),), ep_groups=((0,),),
-            mx_matmul=mx_matmul,
+            mx_matmul=mx_terms > 0, mx_terms=mx_terms, scratch_slot=SCRATCH,
         ),
     )  # fmt: skip
 
@@ -104,11 +107,11 @@ def simulate_layer(case: LayerCase, *, target: str) -> SimulationResult:
     )  # fmt: skip
 
 
-def reference_hidden(case: LayerCase, *, quantised: bool) -> Array:
+def reference_hidden(case: LayerCase, *, mx_terms: int) -> Array:
     """The reference on a case that the kernel has not run on; it writes the case's K and V."""
     return decode_layer(
         case.x.astype(np.float32), {name: stack[0] for name, stack in case.stacks.items()}, case.k, case.v, case.table,
         case.positions[:, 0].astype(int).tolist(), case.starts[:, 0].astype(int).tolist(), case.slots[:, 0],
         case.writes[:, 0], case.cos[:, :, 0].T.astype(np.float32), case.sin[:, :, 0].T.astype(np.float32),
-        config=case.config, quantised=quantised,
+        config=case.config, mx_terms=mx_terms,
     )  # fmt: skip

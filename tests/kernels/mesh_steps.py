@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gk_adapters.hf_checkpoint import HFCheckpoint
 from gk_adapters.nki_kernel import simulate_mesh
+from gk_adapters.torch_giga import GigaBuild
 from gk_adapters.torch_model import TorchModel, load_torch_model
 from gk_adapters.weight_stacks import build_stacks
 from gk_core.decode_mesh import DecodeMesh
@@ -88,7 +89,7 @@ def run_mesh_step(
         hidden = call.hidden[first : first + rows_per_rank].contiguous()
         calls.append(evolve(call, hidden=hidden, weights={}, per_buffer_kv=kv, rank=rank))
     stacks = [nki_stacks(path, mesh, rank, dtype) for rank in range(mesh.world_size)]
-    shards = simulate_mesh(calls, stacks, contract, geometry, fp8_reduce_scatter=fp8)
+    shards = simulate_mesh(calls, stacks, contract, geometry, build=GigaBuild(fp8_reduce_scatter=fp8))
 
     active = torch.cat([call.control.active[:, 0] for _, call in replicas]) != 0
     ours = torch.cat([torch.from_numpy(s.astype("float32")) for s in shards])[active]

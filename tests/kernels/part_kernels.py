@@ -10,7 +10,7 @@ from gk_kernels.giga_decode.attention import attend
 from gk_kernels.giga_decode.config import DecodeConfig
 from gk_kernels.giga_decode.dequantise import dequantise_columns
 from gk_kernels.giga_decode.experts import activate, add_down
-from gk_kernels.giga_decode.experts_mx import activate_mx, add_down_mx, hidden_lanes, quantise
+from gk_kernels.giga_decode.experts_mx import activate_mx, add_down_mx, contract_mx, hidden_lanes, load_mx, quantise
 from gk_kernels.giga_decode.gather import itemsize_of, make_gather, make_gather_plan
 from gk_kernels.giga_decode.kv_write import make_write_plan, write_packed_keys, write_tokens
 from gk_kernels.giga_decode.norms import rms_norm
@@ -71,7 +71,7 @@ def expert_kernel(
     for e in range(gate_up.shape[0]):
         bias = down_bias[e : e + 1, :]
         if config.mx_matmul and gate_up_scale is not None and down_scale is not None:
-            tokens = quantise(hidden_lanes(turned, f"lanes{e}"), f"tokens{e}")
+            tokens = quantise(hidden_lanes(turned, f"lanes{e}"), config.mx_terms, f"tokens{e}")
             act8 = activate_mx(tokens, gate_up[e], gate_up_scale[e], gate_up_bias[e], config, f"e{e}")
             add_down_mx(act8, down[e], down_scale[e], bias, shares, e, [total], constants, f"d{e}")
         else:
@@ -83,14 +83,25 @@ def expert_kernel(
 
 
 @nki.jit  # type: ignore[untyped-decorator]
+def product_mx_kernel(x: nl.NkiTensor, weight: nl.NkiTensor, scale: nl.NkiTensor, terms: int) -> nl.NkiTensor:
+    """`experts_mx.contract_mx` of tokens x [n, Hp], quantised to `terms`, with 512 columns of MXFP4 weights."""
+    tokens = quantise(hidden_lanes(turn_rows(load(x, x.dtype, "x"), 128, "turned"), "lanes"), terms, "tokens")
+    sums = nl.ndarray((x.shape[0], 512), dtype=nl.float32, buffer=nl.psum, name="sums")
+    contract_mx(sums, tokens, 0, x.shape[0], [load_mx(weight, scale, 0, "weight")], 0, 512)
+    out = nl.ndarray((x.shape[0], 512), dtype=nl.float32, buffer=nl.sbuf, name="product")
+    nisa.tensor_copy(dst=out, src=sums)
+    return give(out)
+
+
+@nki.jit  # type: ignore[untyped-decorator]
 def write_kernel(
     k: nl.NkiTensor, v: nl.NkiTensor, new_k: nl.NkiTensor, new_v: nl.NkiTensor, slots: nl.NkiTensor,
-    writes: nl.NkiTensor,
+    writes: nl.NkiTensor, scratch_slot: int,
 ) -> nl.NkiTensor:  # fmt: skip
     """`kv_write` of [R, kv * d] tokens; returns the new K."""
     packed = len(k.shape) == 5
     heads = v.shape[1]
-    plan = make_write_plan(slots, writes, v.shape[2], heads, packed, "write")
+    plan = make_write_plan(slots, writes, v.shape[2], heads, packed, scratch_slot, "write")
     tile_k = load(new_k, new_k.dtype, "new_k")
     if plan.pairs is not None:
         write_packed_keys(k, tile_k, plan.pairs, plan.lanes, heads, "k")

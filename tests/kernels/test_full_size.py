@@ -18,20 +18,21 @@ def _relative(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "packed", "mx", "target", "tolerance"),
+    ("dtype", "kv_dtype", "packed", "mx_terms", "target", "tolerance"),
     [
-        pytest.param("float32", np.float32, False, False, "trn3", 1e-5, id="float32"),
-        pytest.param("bfloat16", ml_dtypes.float8_e4m3fn, True, True, "trn3", 2e-2, id="trn3-mx-packed"),
-        pytest.param("bfloat16", ml_dtypes.float8_e4m3, False, False, "trn2", 2e-2, id="trn2-widened"),
+        pytest.param("float32", np.float32, False, 0, "trn3", 1e-5, id="float32"),
+        pytest.param("bfloat16", ml_dtypes.float8_e4m3fn, True, 1, "trn3", 2e-2, id="trn3-mx-packed"),
+        pytest.param("bfloat16", ml_dtypes.float8_e4m3fn, True, 2, "trn3", 2e-2, id="trn3-mx-two-terms-packed"),
+        pytest.param("bfloat16", ml_dtypes.float8_e4m3, False, 0, "trn2", 2e-2, id="trn2-widened"),
     ],
 )
 def test_a_full_size_layer_is_right_and_fits_its_device(
-    dtype: str, kv_dtype: Any, packed: bool, mx: bool, target: str, tolerance: float
+    dtype: str, kv_dtype: Any, packed: bool, mx_terms: int, target: str, tolerance: float
 ) -> None:
     """Hidden 2880 padded to 3072, 8 query heads, 1 KV head, one MXFP4 expert; peaks are checked by the simulator."""
-    ours, theirs = (make_layer_case(dtype=dtype, kv_dtype=kv_dtype, packed=packed, mx_matmul=mx) for _ in range(2))
+    ours, theirs = (make_layer_case(dtype=dtype, kv_dtype=kv_dtype, packed=packed, mx_terms=mx_terms) for _ in range(2))
     result = simulate_layer(ours, target=target)
-    expected = reference_hidden(theirs, quantised=mx)
+    expected = reference_hidden(theirs, mx_terms=mx_terms)
     assert _relative(result.output, expected) <= tolerance
     sbuf, psum = result.peaks[0]
     assert sbuf.bytes_per_partition <= result.target.sbuf_usable_bytes

@@ -16,7 +16,8 @@ from gk_adapters.neuron.flat_entry import cache_arguments, flat_entry, plain_fun
 from gk_adapters.neuron.graph_audit import GraphAudit
 from gk_adapters.neuron.holder import GigaModelHolder, tensor_over
 from gk_adapters.neuron.launch import NeuronDecodeKernel, compile_options, load_wrap_nki, scratch_slot_tensors
-from gk_adapters.nki_kernel import giga_kernel, scratch_slots
+from gk_adapters.nki_kernel import giga_kernel
+from gk_adapters.torch_giga import GigaBuild, scratch_slots
 from gk_adapters.torch_model import load_torch_model
 from gk_adapters.weight_stacks import build_stacks
 from gk_core.errors import LayoutError, MissingDependencyError, UnsupportedError
@@ -51,7 +52,7 @@ class World:
         self.tables = make_tables(self.engines, 1, 256)
         self.engines.prefill_logits([3 + i % 90 for i in range(140)], 0, self.tables[0])
         self.kernel = NeuronDecodeKernel(
-            contract=self.contract, geometry=model.config.geometry, target="trn3", wrap_nki=wrap, environ=environ
+            contract=self.contract, geometry=model.config.geometry, build=GigaBuild(), wrap_nki=wrap, environ=environ
         )
 
     def call(self) -> DecodeCall[torch.Tensor]:
@@ -111,10 +112,11 @@ def test_arguments_are_in_the_entrys_order(world: World) -> None:
 
 
 @pytest.mark.parametrize(("index", "block"), [([[300], [-1], [-1]], 128), ([[-1], [5], [-1], [6]], 2), ([[-1]], 16)])
-def test_idle_rows_get_valid_slots_of_the_null_block(index: list[list[int]], block: int) -> None:
+@pytest.mark.parametrize("scratch_slot", [0, 640])
+def test_idle_rows_get_valid_slots_of_their_own(index: list[list[int]], block: int, scratch_slot: int) -> None:
     """The same as the host's rule, so that valid and skipped indices never mix."""
-    slots, writes = scratch_slot_tensors(torch.tensor(index, dtype=torch.int32), block)
-    wanted = scratch_slots(torch.tensor(index).numpy(), block)
+    slots, writes = scratch_slot_tensors(torch.tensor(index, dtype=torch.int32), block, scratch_slot)
+    wanted = scratch_slots(torch.tensor(index).numpy(), block, scratch_slot)
     assert (slots.tolist(), writes.tolist()) == (wanted[0].tolist(), wanted[1].tolist())
     assert (slots.dtype, writes.dtype, int(slots.min()) >= 0) == (torch.int32, torch.uint8, True)
 
@@ -236,7 +238,7 @@ def test_a_launch_needs_lnc_one_said(world: World, environ: dict[str, str]) -> N
         NeuronDecodeKernel(
             contract=world.contract,
             geometry=world.kernel.geometry,
-            target="trn3",
+            build=GigaBuild(),
             wrap_nki=WrapNki,
             environ=environ,
         )
