@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gk_core.errors import LayoutError, RequestError
 
@@ -166,9 +167,7 @@ class _Proxy:
         if isinstance(upstream, Response):
             return upstream
         if body.get("stream"):
-            return StreamingResponse(
-                self._passed_on(upstream), upstream.status_code, media_type=upstream.headers.get("content-type")
-            )
+            return _PassedOn(self._passed_on(upstream), upstream)
         try:
             content = await upstream.aread()
         except httpx.HTTPError as error:
@@ -249,6 +248,20 @@ class _Proxy:
             return (await self.client.get(url + "/health", timeout=5.0)).status_code == 200
         except httpx.HTTPError:
             return False
+
+
+class _PassedOn(StreamingResponse):
+    """An upstream stream that is closed with ours, also where the client left before the first chunk."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], upstream: httpx.Response) -> None:
+        super().__init__(chunks, upstream.status_code, media_type=upstream.headers.get("content-type"))
+        self._upstream = upstream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._upstream.aclose()
 
 
 async def _read_body(request: Request) -> dict[str, Any]:

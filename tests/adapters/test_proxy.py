@@ -17,6 +17,11 @@ from starlette.routing import Route
 from gk_adapters.proxy import ProxySettings, build_proxy, decode_body, prefill_body
 from gk_core.errors import LayoutError
 
+SCOPE = {
+    "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+    "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "headers": [],
+    "scheme": "http", "server": ("proxy", 80), "client": ("c", 1), "root_path": "",
+}  # fmt: skip
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "E1", "remote_block_ids": [[3], [4]]}
 
 
@@ -233,18 +238,49 @@ def test_a_client_that_leaves_ends_the_upstream_request() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-        "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "headers": [],
-        "scheme": "http", "server": ("proxy", 80), "client": ("c", 1), "root_path": "",
-    }  # fmt: skip
-
     async def go() -> None:
-        await asyncio.wait_for(app(scope, receive, send), timeout=30)
+        await asyncio.wait_for(app(SCOPE, receive, send), timeout=30)
 
     run(go())
     assert cancelled.is_set()
     assert sent[0]["status"] == 499
+
+
+def test_a_client_that_leaves_before_the_first_chunk_ends_the_upstream_request() -> None:
+    """The decode server has answered with headers; nobody has read a byte of its stream."""
+    closed: list[str] = []
+
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while True:
+                yield b"data: token\n\n"
+                await asyncio.sleep(0)
+
+        async def aclose(self) -> None:
+            closed.append("decode")
+
+    class Servers(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if request.url.host == "p":
+                return httpx.Response(200, json={"kv_transfer_params": PARAMS})
+            return httpx.Response(200, stream=Endless())
+
+    settings = ProxySettings(prefill_urls=("http://p",), decode_urls=("http://d",))
+    app = build_proxy(settings, transport=Servers())
+    body = json.dumps({"prompt": "x", "stream": True}).encode()
+    incoming = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        return next(incoming, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def go() -> None:
+        await asyncio.wait_for(app(SCOPE, receive, send), timeout=30)
+
+    run(go())
+    assert closed == ["decode"]
 
 
 def test_settings_refuse_urls_that_are_none() -> None:
