@@ -64,7 +64,7 @@ from gk_core.ports import (
     Sampler,
 )
 from gk_core.pull import PullEnd
-from gk_core.pull_desk import PullDesk
+from gk_core.pull_desk import PullDesk, groups_of_tables
 from gk_core.step_runner import StepRunner
 
 __all__ = ["DecodeEngine"]
@@ -333,7 +333,8 @@ class DecodeEngine(Generic[T]):
             self._desk.start(
                 offer=offer,
                 peer=peer,
-                tables=tables,
+                local=groups_of_tables(tables, self._layout.group_kinds),
+                num_tokens=offer.num_tokens,
                 pool_key=live.pool_key,
                 pull_id=live.pull_id,
                 digest=live.digest,

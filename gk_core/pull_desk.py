@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attrs import define, frozen
 
+from gk_core.errors import RequestError
 from gk_core.hand_off import HandOff
 from gk_core.integrity import BlockBytes, require_checksums, wrong_bytes
 from gk_core.metrics import (
@@ -27,7 +28,7 @@ from gk_core.pull import Pull, PullEnd, PullFault, PullOutcome, PullSettings
 from gk_core.pull_run import PullRun
 from gk_core.transfer_plan import GroupBlocks, TransferPlan, plan_pull
 
-__all__ = ["PullDesk", "PullReport"]
+__all__ = ["PullDesk", "PullReport", "groups_of_tables"]
 
 _PEER_FAULTS = (PullFault.PEER_LOST, PullFault.READ_FAILED, PullFault.TIMEOUT)
 
@@ -39,7 +40,7 @@ class PullReport:
     Attributes:
         pull_id: which.
         outcome: in the one report in which it ended, else None.
-        free_key: pool key of blocks that nobody wants and nothing writes any more, "" when there are none.
+        free_key: the caller's name of blocks that nobody wants and nothing writes any more, "" when there are none.
     """
 
     pull_id: str
@@ -51,7 +52,7 @@ class PullReport:
 class _Transfer:
     run: PullRun
     plan: TransferPlan
-    num_tokens: int
+    num_new_tokens: int
     pool_key: str
     pull_id: str
     engine_id: str
@@ -97,18 +98,34 @@ class PullDesk:
         *,
         offer: HandOff,
         peer: PeerEngine,
-        tables: GroupTables,
+        local: tuple[GroupBlocks, ...],
+        num_tokens: int,
+        num_cached_tokens: int = 0,
         pool_key: str,
         pull_id: str,
         digest: str,
         now: float,
     ) -> None:
-        """Plan a pull into these tables' blocks; the next `poll` posts it.
+        """Plan a pull of an offer's first `num_tokens` into our blocks; the next `poll` posts it.
+
+        Args:
+            offer, peer: what is read, and where.
+            local: our blocks by group.
+            num_tokens: tokens that will be here after the pull.
+            num_cached_tokens: tokens at the front that are here already.
+            pool_key: the caller's name for these blocks, not "".
+            pull_id: never used again.
+            digest: of what we were told to read.
+            now: seconds.
 
         Raises:
             RequestError: the offer does not pair with our blocks, or its checksums with its blocks; nothing was begun.
         """
-        plan = plan_pull(peer.map, local=self._local_groups(tables), remote=offer.groups, num_tokens=offer.num_tokens)
+        if num_tokens > offer.num_tokens:
+            raise RequestError(f"{num_tokens} tokens are wanted, {offer.num_tokens} are on offer")
+        plan = plan_pull(
+            peer.map, local=local, remote=offer.groups, num_tokens=num_tokens, num_cached_tokens=num_cached_tokens
+        )
         verify = self._verifier(offer, peer, plan)
         pull = Pull(
             engine_id=offer.engine_id,
@@ -133,7 +150,7 @@ class PullDesk:
             _Transfer(
                 run=run,
                 plan=plan,
-                num_tokens=offer.num_tokens,
+                num_new_tokens=num_tokens - num_cached_tokens,
                 pool_key=pool_key,
                 pull_id=pull_id,
                 engine_id=offer.engine_id,
@@ -176,7 +193,7 @@ class PullDesk:
         if outcome.end is PullEnd.DONE:
             self._metrics.count(name=PULLS_DONE)
             self._metrics.count(name=PULL_BYTES, value=transfer.plan.num_bytes)
-            self._metrics.count(name=TRANSFERRED_TOKENS, value=transfer.num_tokens)
+            self._metrics.count(name=TRANSFERRED_TOKENS, value=transfer.num_new_tokens)
             self._metrics.observe(name=PULL_SECONDS, value=now - transfer.started_at)
             self._metrics.observe(name=PULL_READS, value=sum(len(r.runs) for r in transfer.plan.reads))
             return
@@ -201,16 +218,18 @@ class PullDesk:
             self._peers.forget(engine_id=transfer.engine_id)
             self._metrics.count(name=PEERS_LOST)
 
-    def _local_groups(self, tables: GroupTables) -> tuple[GroupBlocks, ...]:
-        by_kind = {AttentionKind.SLIDING: tables.sliding, AttentionKind.FULL: tables.full}
-        return tuple(
-            GroupBlocks(kind=kind, first_logical=0, block_ids=tuple(int(b) for b in by_kind[kind].block_ids))
-            for kind in self._layout.group_kinds
-        )
-
     def _verifier(self, offer: HandOff, peer: PeerEngine, plan: TransferPlan) -> Callable[[], str] | None:
         cache = self._cache
         if not offer.checksums or cache is None:
             return None
         sums = require_checksums(offer.groups, offer.checksums, peer.layout)
         return lambda: wrong_bytes(plan, ours=self._layout, theirs=peer.layout, sums=sums, cache=cache)
+
+
+def groups_of_tables(tables: GroupTables, kinds: Sequence[AttentionKind]) -> tuple[GroupBlocks, ...]:
+    """A request's whole tables, one after the other as the cache groups are."""
+    by_kind = {AttentionKind.SLIDING: tables.sliding, AttentionKind.FULL: tables.full}
+    return tuple(
+        GroupBlocks(kind=kind, first_logical=0, block_ids=tuple(int(b) for b in by_kind[kind].block_ids))
+        for kind in kinds
+    )

@@ -1,7 +1,8 @@
 """Consumer half of a worker: offers kept warm, pulls carried out, and what became of each, reported once.
 
-Strategy. A pull is reported when nothing writes to its blocks any more, for vLLM frees or fills them at that moment. It
-is good only where the core's `Pull` says that it is done; in every other case its blocks are reported as not loaded.
+Strategy. The core's pull desk does the pulling; here are vLLM's orders before it and vLLM's reports after it. A pull is
+reported when nothing writes to its blocks any more, for vLLM frees or fills them at that moment. It is good only where
+the core's `Pull` says that it is done; in every other case its blocks are reported as not loaded.
 """
 
 from __future__ import annotations
@@ -9,30 +10,17 @@ from __future__ import annotations
 from attrs import define, frozen
 
 from gk_adapters.vllm.transfer_orders import Offered, PullOrder
-from gk_core.errors import GkError, RequestError, TransferError
-from gk_core.metrics import (
-    NOTICES_IGNORED,
-    PEERS_LOST,
-    PULL_BYTES,
-    PULL_READS,
-    PULL_SECONDS,
-    PULLS_ABORTED,
-    PULLS_DONE,
-    PULLS_FAILED,
-    TRANSFERRED_TOKENS,
-)
+from gk_core.errors import GkError, TransferError
+from gk_core.metrics import NOTICES_IGNORED, PULLS_ABORTED, PULLS_FAILED
 from gk_core.notices import ClaimReply, ProducerFailure
 from gk_core.offers import Offers
 from gk_core.peer_layout import PeerLayout
-from gk_core.peers import Mailbox, PeerEngine, PeerResolver
+from gk_core.peers import Mailbox, PeerResolver
 from gk_core.ports import Clock, KVTransport, Metrics, PeerKey
-from gk_core.pull import Pull, PullEnd, PullFault, PullOutcome, PullSettings
-from gk_core.pull_run import PullRun
-from gk_core.transfer_plan import TransferPlan, plan_pull
+from gk_core.pull import PullEnd, PullSettings
+from gk_core.pull_desk import PullDesk
 
 __all__ = ["PullResult", "WorkerPulls"]
-
-_PEER_FAULTS = (PullFault.PEER_LOST, PullFault.READ_FAILED, PullFault.TIMEOUT)
 
 
 @frozen(kw_only=True)
@@ -60,9 +48,8 @@ class _Waiting:
 class _Pulling:
     order: PullOrder
     since: float
-    run: PullRun | None = None
-    plan: TransferPlan | None = None
-    outcome: PullOutcome | None = None
+    is_under_way: bool = False
+    reason: str = ""
 
 
 class WorkerPulls:
@@ -89,12 +76,23 @@ class WorkerPulls:
         keep_asking: bool = False,
     ) -> None:
         self._layout = layout
-        self._transport, self._mailbox, self._peers = transport, mailbox, peers
         self._clock, self._metrics, self._settings = clock, metrics, settings
         self._keep_asking = keep_asking
-        self._key = PeerKey(engine_id=layout.engine_id, rank=layout.tp_rank)
+        self._desk = PullDesk(
+            layout=layout,
+            transport=transport,
+            mailbox=mailbox,
+            peers=peers,
+            metrics=metrics,
+            settings=settings,
+            cache=None,
+        )
         self._offers = Offers(
-            key=self._key, peers=peers, mailbox=mailbox, metrics=metrics, patience_seconds=settings.deadline_seconds
+            key=PeerKey(engine_id=layout.engine_id, rank=layout.tp_rank),
+            peers=peers,
+            mailbox=mailbox,
+            metrics=metrics,
+            patience_seconds=settings.deadline_seconds,
         )
         self._waiting: dict[str, _Waiting] = {}
         self._pulling: dict[str, _Pulling] = {}
@@ -124,20 +122,17 @@ class WorkerPulls:
         pulling = self._pulling.get(request_id)
         if pulling is None:
             return
-        if pulling.run is not None:
-            pulling.run.abort()
+        if pulling.is_under_way:
+            self._desk.abort(pulling.order.offered.pull_id)
             return
         self._metrics.count(name=PULLS_ABORTED)
         self._drop(pulling, "aborted")
 
     def notice(self, notice: ClaimReply | ProducerFailure) -> None:
         """Something a producer said."""
-        for pulling in self._pulling.values():
-            if pulling.run is not None and pulling.order.offered.pull_id == notice.pull_id:
-                pulling.run.notice(notice)
-                return
         # Answers to keep-warm claims need no action: a lease that is gone shows when it is claimed for the pull.
-        if not (isinstance(notice, ClaimReply) and notice.sequence == 0):
+        keeps_warm = isinstance(notice, ClaimReply) and notice.sequence == 0
+        if not self._desk.notice(notice) and not keeps_warm:
             self._metrics.count(name=NOTICES_IGNORED)
 
     def poll(self) -> tuple[PullResult, ...]:
@@ -146,7 +141,9 @@ class WorkerPulls:
         self._offers.send_declined(now=now)
         self._keep_warm(now)
         for pulling in tuple(self._pulling.values()):
-            self._advance(pulling, now)
+            if not pulling.is_under_way:
+                self._begin(pulling, now)
+        self._move_pulls(now)
         done, self._results = tuple(self._results), []
         return done
 
@@ -161,19 +158,16 @@ class WorkerPulls:
                 waiting.asked_at = now
                 self._offers.keep_warm(offered.hand_off, peer, offered.pull_id, offered.digest)
 
-    def _advance(self, pulling: _Pulling, now: float) -> None:
-        if pulling.run is None:
-            self._begin(pulling, now)
-        if pulling.run is None:
-            return
-        outcome = pulling.run.poll(now=now)
-        if outcome is not None:
-            pulling.outcome = outcome
-            self._count(pulling, outcome, now)
-        if pulling.run.is_quiet:
-            del self._pulling[pulling.order.offered.request_id]
-            assert pulling.outcome is not None
-            self._report(pulling, pulling.outcome.reason, good=pulling.outcome.end is PullEnd.DONE)
+    def _move_pulls(self, now: float) -> None:
+        under_way = {p.order.offered.pull_id: p for p in self._pulling.values() if p.is_under_way}
+        for report in self._desk.poll(now=now):
+            pulling = under_way[report.pull_id]
+            is_good = report.outcome is not None and report.outcome.end is PullEnd.DONE
+            if report.outcome is not None:
+                pulling.reason = report.outcome.reason
+            if is_good or report.free_key:
+                del self._pulling[pulling.order.offered.request_id]
+                self._report(pulling, good=is_good)
 
     def _begin(self, pulling: _Pulling, now: float) -> None:
         hand_off = pulling.order.offered.hand_off
@@ -184,41 +178,24 @@ class WorkerPulls:
                 if overdue:
                     raise TransferError(f"{hand_off.engine_id} was not reached in time")
                 return
-            self._start_run(pulling, peer, now)
+            order = pulling.order
+            self._desk.start(
+                offer=hand_off,
+                peer=peer,
+                local=order.local,
+                num_tokens=order.num_tokens,
+                num_cached_tokens=order.num_cached_tokens,
+                pool_key=order.offered.pull_id,
+                pull_id=order.offered.pull_id,
+                digest=order.offered.digest,
+                now=now,
+            )
+            pulling.is_under_way = True
         except TransferError as error:
             if overdue or not self._keep_asking:
                 self._refuse(pulling, str(error))
         except GkError as error:
             self._refuse(pulling, str(error))
-
-    def _start_run(self, pulling: _Pulling, peer: PeerEngine, now: float) -> None:
-        order, offered = pulling.order, pulling.order.offered
-        hand_off = offered.hand_off
-        if order.num_tokens > hand_off.num_tokens:
-            raise RequestError(f"{order.num_tokens} tokens are wanted, {hand_off.num_tokens} are on offer")
-        pulling.plan = plan_pull(
-            peer.map,
-            local=order.local,
-            remote=hand_off.groups,
-            num_tokens=order.num_tokens,
-            num_cached_tokens=order.num_cached_tokens,
-        )
-        pulling.run = PullRun(
-            pull=Pull(
-                engine_id=hand_off.engine_id,
-                request_id=hand_off.request_id,
-                generation=hand_off.generation,
-                readers=peer.readers(self._key, offered.pull_id),
-                reads=pulling.plan.reads,
-                now=now,
-                settings=self._settings,
-                digest=offered.digest,
-            ),
-            engine_id=hand_off.engine_id,
-            transport=self._transport,
-            mailbox=self._mailbox,
-            metrics=self._metrics,
-        )
 
     def _refuse(self, pulling: _Pulling, reason: str) -> None:
         self._metrics.count(name=PULLS_FAILED)
@@ -229,25 +206,10 @@ class WorkerPulls:
         offered = pulling.order.offered
         del self._pulling[offered.request_id]
         self._offers.decline(offered.hand_off, offered.pull_id, now=self._clock.now())
-        self._report(pulling, reason, good=False)
+        pulling.reason = reason
+        self._report(pulling, good=False)
 
-    def _report(self, pulling: _Pulling, reason: str, *, good: bool) -> None:
+    def _report(self, pulling: _Pulling, *, good: bool) -> None:
         missing = frozenset[int]() if good else pulling.order.awaited_ids(self._layout.block_size)
         request_id = pulling.order.offered.request_id
-        self._results.append(PullResult(request_id=request_id, missing_ids=missing, reason=reason))
-
-    def _count(self, pulling: _Pulling, outcome: PullOutcome, now: float) -> None:
-        if outcome.end is PullEnd.DONE:
-            assert pulling.plan is not None
-            self._metrics.count(name=PULLS_DONE)
-            self._metrics.count(name=PULL_BYTES, value=pulling.plan.num_bytes)
-            self._metrics.count(
-                name=TRANSFERRED_TOKENS, value=pulling.order.num_tokens - pulling.order.num_cached_tokens
-            )
-            self._metrics.observe(name=PULL_SECONDS, value=now - pulling.since)
-            self._metrics.observe(name=PULL_READS, value=sum(len(r.runs) for r in pulling.plan.reads))
-            return
-        self._metrics.count(name=PULLS_ABORTED if outcome.end is PullEnd.ABORTED else PULLS_FAILED)
-        if outcome.fault in _PEER_FAULTS:
-            self._metrics.count(name=PEERS_LOST)
-            self._peers.forget(engine_id=pulling.order.offered.hand_off.engine_id)
+        self._results.append(PullResult(request_id=request_id, missing_ids=missing, reason=pulling.reason))

@@ -15,7 +15,7 @@ from gk_core.errors import LayoutError
 from gk_core.kv_layout import KByteOrder
 from gk_core.ports import ReadState
 from gk_core.transfer_plan import GroupBlocks
-from tests.builders import make_fake_layout
+from tests.builders import make_fake_layout, make_pull_settings
 from tests.vllm.worker_pair import BLOCK, LEASE_SECONDS, ConsumerWorker, Pair, ProducerWorker
 
 pytestmark = pytest.mark.vllm
@@ -180,6 +180,31 @@ def test_an_abort_before_the_producer_was_found_is_reported_at_once() -> None:
     pair.run(producer, consumer, rounds=3)
     assert consumer.results["d"].missing_ids == order.awaited_ids(BLOCK)
     assert producer.ended == ["p"]
+
+
+def test_a_read_that_never_ends_gives_its_blocks_back_at_twice_the_deadline() -> None:
+    """A frozen producer answers nothing and closes nothing; the next request finds it again."""
+    pair = Pair()
+    producer, consumer = ProducerWorker(pair), ConsumerWorker(pair)
+    deadline = make_pull_settings().deadline_seconds
+    hand_off, lease, _ = producer.offer(40, request_id="p")
+    producer.leases.grant(lease)
+    pair.fabric.script_reads(ReadFate(end=ReadState.PENDING))
+    order = consumer.order(consumer.offered(hand_off, request_id="d"))
+    consumer.pulls.start(order)
+    pair.run(producer, consumer, rounds=3)
+    pair.clock.advance(2 * deadline - 0.5)
+    pair.run(None, consumer, rounds=3)
+    assert consumer.results == {}
+    pair.clock.advance(0.5)
+    pair.run(None, consumer, rounds=3)
+    assert consumer.results["d"].missing_ids == order.awaited_ids(BLOCK)
+    assert f"not complete within {deadline:g} s" in consumer.results["d"].reason
+    hand_off, lease, _ = producer.offer(40, request_id="p2")
+    producer.leases.grant(lease)
+    consumer.pulls.start(consumer.order(consumer.offered(hand_off, request_id="d2")))
+    pair.run(producer, consumer, rounds=8)
+    assert consumer.results["d2"].reason == ""
 
 
 def test_a_dead_producer_fails_its_pulls_and_no_others() -> None:
