@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gk_adapters.bench.form import case, report
+from gk_adapters.hf_reference import save_random_model, time_hf_steps
 from gk_adapters.torch_loop import TorchDecodeLoop, time_steps
 from gk_adapters.torch_model import load_torch_model
 from gk_core.errors import MissingDependencyError
@@ -62,7 +60,7 @@ def bench_decode(*, repeats: int = 3, num_steps: int = 48) -> dict[str, Any]:
     """
     took: dict[str, list[dict[str, float]]] = {side: [] for side in _SIDES}
     with tempfile.TemporaryDirectory(prefix="gk-bench-decode-") as directory:
-        _write_model(Path(directory))
+        save_random_model(Path(directory), _SIZES)
         for _ in range(repeats):
             for side, values in took.items():
                 values.append(_in_a_process(side, directory, num_steps))
@@ -76,20 +74,12 @@ def bench_decode(*, repeats: int = 3, num_steps: int = 48) -> dict[str, Any]:
 
 def made_up_prompts(batch: int) -> list[list[int]]:
     """Token ids of each row: 512 of them, no two rows alike."""
-    generator = torch.Generator().manual_seed(batch)
-    ids: list[list[int]] = torch.randint(0, _VOCABULARY, (batch, _CONTEXT), generator=generator).tolist()
-    return ids
+    choose = random.Random(batch)
+    return [[choose.randrange(_VOCABULARY) for _ in range(_CONTEXT)] for _ in range(batch)]
 
 
 def _of(values: Sequence[dict[str, float]], batch: int) -> list[float]:
     return [value[str(batch)] for value in values]
-
-
-def _write_model(directory: Path) -> None:
-    transformers = _transformers()
-    torch.manual_seed(0)
-    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**_SIZES))
-    model.to(torch.bfloat16).save_pretrained(directory)
 
 
 def _in_a_process(side: str, directory: str, num_steps: int) -> dict[str, float]:
@@ -103,16 +93,6 @@ def _in_a_process(side: str, directory: str, num_steps: int) -> dict[str, float]
     return answer
 
 
-def _transformers() -> Any:
-    try:
-        transformers: Any = import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError("transformers is not installed: pip install transformers") from error
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
-
-
 def _ours(directory: Path, batch: int, num_steps: int) -> float:
     loop = TorchDecodeLoop(
         model=load_torch_model(directory), prompts=made_up_prompts(batch), max_new_tokens=num_steps + 4, prepack=True
@@ -121,17 +101,7 @@ def _ours(directory: Path, batch: int, num_steps: int) -> float:
 
 
 def _hugging_face(directory: Path, batch: int, num_steps: int) -> float:
-    model = _transformers().GptOssForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
-    took = []
-    with torch.inference_mode():
-        out = model(input_ids=torch.tensor(made_up_prompts(batch)), use_cache=True, logits_to_keep=1)
-        for step in range(num_steps + 3):
-            start = time.perf_counter()
-            token = out.logits[:, -1].argmax(-1, keepdim=True)
-            out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
-            if step >= 3:
-                took.append(time.perf_counter() - start)
-    return statistics.median(took) * 1e3
+    return statistics.median(time_hf_steps(directory, made_up_prompts(batch), num_steps=num_steps)) * 1e3
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Hugging Face's own GPT-OSS as the reference that `--compare-hf` runs: nobody here wrote it."""
+"""Hugging Face's own GPT-OSS: `--compare-hf` compares with it, `gk bench decode` times it. Nobody here wrote it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from gk_core.errors import MissingDependencyError
 
-__all__ = ["HFReference"]
+__all__ = ["HFReference", "save_random_model", "time_hf_steps"]
 
 
 class HFReference:
@@ -22,13 +23,7 @@ class HFReference:
     """
 
     def __init__(self, directory: Path) -> None:
-        try:
-            transformers: Any = import_module("transformers")
-        except ModuleNotFoundError as error:
-            raise MissingDependencyError("transformers is not installed: pip install transformers") from error
-        # Its own notes about kernels and deprecated names say nothing about the comparison.
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
+        transformers = _transformers()
         config = transformers.AutoConfig.from_pretrained(directory)
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         if getattr(config, "quantization_config", None) is not None:
@@ -49,3 +44,49 @@ class HFReference:
                 pad_token_id=0,
             )
         return tuple(out[0, ids.shape[1] :].tolist())
+
+
+def save_random_model(directory: Path, sizes: Mapping[str, Any]) -> None:
+    """Write a GPT-OSS with random weights (seed 0) in bfloat16.
+
+    Args:
+        sizes: arguments of `GptOssConfig`.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+    """
+    transformers = _transformers()
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes))
+    model.to(torch.bfloat16).save_pretrained(directory)
+
+
+def time_hf_steps(
+    directory: Path, prompts: Sequence[Sequence[int]], *, num_steps: int, warmup_steps: int = 3
+) -> tuple[float, ...]:
+    """Seconds of each of `num_steps` greedy steps in bfloat16: forward and argmax, with Hugging Face's own cache.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+    """
+    model = _transformers().GptOssForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    seconds = []
+    with torch.inference_mode():
+        out = model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        for _ in range(warmup_steps + num_steps):
+            start = time.perf_counter()
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+            seconds.append(time.perf_counter() - start)
+    return tuple(seconds[warmup_steps:])
+
+
+def _transformers() -> Any:
+    try:
+        transformers: Any = import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError("transformers is not installed: pip install transformers") from error
+    # Its own notes about kernels and deprecated names say nothing about a comparison.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers

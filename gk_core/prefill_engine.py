@@ -228,7 +228,7 @@ class PrefillEngine:
                 f"the pool gave up a {kind.value} block of logical blocks {needed.start}..{needed.stop - 1} that the "
                 "last token's query reads"
             )
-        return GroupBlocks(kind=kind, first_logical=needed.start, block_ids=tuple(int(b) for b in ids))
+        return GroupBlocks(kind=kind, first_logical=needed.start, block_ids=tuple(ids))
 
     def _hand_off(
         self,

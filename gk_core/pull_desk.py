@@ -230,6 +230,6 @@ def groups_of_tables(tables: GroupTables, kinds: Sequence[AttentionKind]) -> tup
     """A request's whole tables, one after the other as the cache groups are."""
     by_kind = {AttentionKind.SLIDING: tables.sliding, AttentionKind.FULL: tables.full}
     return tuple(
-        GroupBlocks(kind=kind, first_logical=0, block_ids=tuple(int(b) for b in by_kind[kind].block_ids))
+        GroupBlocks(kind=kind, first_logical=0, block_ids=by_kind[kind].block_ids)
         for kind in kinds
     )
