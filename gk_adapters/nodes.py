@@ -12,10 +12,10 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from gk_adapters.block_pool import BlockOrder, HybridBlockPool
 from gk_adapters.peer_directory import DirectorySettings, HandshakeServer, NoticeMailbox, PeerDirectory
@@ -58,6 +58,7 @@ __all__ = [
     "Wiring",
     "cache_layout",
     "kernel_factory",
+    "kernel_label",
     "local_wirings",
     "new_engine_id",
     "nixl_wiring",
@@ -151,12 +152,22 @@ class _Node:
     """What both kinds of node have."""
 
     def __init__(
-        self, *, role: Role, model: TorchModel, cache: CacheSettings, wiring: Wiring, engine_id: str, metrics: Metrics
+        self,
+        *,
+        role: Role,
+        model: TorchModel,
+        cache: CacheSettings,
+        wiring: Wiring,
+        engine_id: str,
+        metrics: Metrics,
+        scratch_blocks: int = 0,
     ) -> None:
         self.engine_id = engine_id
         self.model = model
         self.layout = cache_layout(model, cache)
-        self.buffers = allocate_group_buffers(self.layout)
+        # What lies in memory: the engine's blocks, then the kernel's scratch, which pool and peers never hear of.
+        self.memory = evolve(self.layout, num_blocks=self.layout.num_blocks + scratch_blocks)
+        self.buffers = allocate_group_buffers(self.memory)
         self.clock = MonotonicClock()
         self.metrics = metrics
         self.pool = HybridBlockPool(
@@ -177,7 +188,9 @@ class _Node:
             weights_id=model.weights_id,
         )
         bases = [self.buffers[layer // 2].data_ptr() for layer in range(self.layout.num_layers)]
-        self.regions = regions_of_buffers(self.layout, bases)
+        self.regions = tuple(
+            evolve(region, num_blocks=self.layout.num_blocks) for region in regions_of_buffers(self.memory, bases)
+        )
         self.link = wiring.link(f"{engine_id}/0", self.regions, self.buffers)
         metadata = self.link.register(regions=self.regions)
         self.hello = PeerHello(layout=self.peer_layout, agent_metadata=metadata, regions=self.regions)
@@ -242,18 +255,46 @@ KernelFactory = Callable[[KernelContract, TorchModel], DecodeKernel[torch.Tensor
 """Makes the decode kernel that a node runs; the torch kernel by default."""
 
 
+@runtime_checkable
+class ScratchKernelFactory(Protocol):
+    """A factory of kernels that want blocks of their own behind the engine's, in every half of every buffer."""
+
+    def scratch_blocks(self, shape: ControlShape) -> int:
+        """How many."""
+        ...
+
+    def __call__(
+        self, contract: KernelContract, model: TorchModel, scratch_blocks: int = 0
+    ) -> DecodeKernel[torch.Tensor]:
+        """A kernel for caches whose last blocks, counted by the contract's layout, are its scratch."""
+        ...
+
+
 def torch_kernel(contract: KernelContract, model: TorchModel) -> DecodeKernel[torch.Tensor]:
     """The PyTorch kernel."""
     return TorchDecodeKernel(contract=contract, geometry=model.config.geometry)
 
 
 def kernel_factory(name: str, checkpoint: Path) -> KernelFactory:
-    """The kernel of that name: "torch", or "nki" (a Neuron device, elsewhere our simulator)."""
+    """The kernel of that name: "torch"; "nki" (a Neuron device where there is one, elsewhere our simulator), or one of
+    the two by force, "nki-simulator" and "nki-device".
+    """
     if name == "torch":
         return torch_kernel
-    from gk_adapters.nki_kernel import nki_kernel_from_checkpoint
+    from gk_adapters.neuron.where import Where
+    from gk_adapters.nki_kernel import NkiKernelFactory
 
-    return nki_kernel_from_checkpoint(checkpoint)
+    where = {"nki": Where.AUTO, "nki-simulator": Where.SIMULATOR, "nki-device": Where.DEVICE}[name]
+    return NkiKernelFactory(checkpoint=checkpoint, where=where)
+
+
+def kernel_label(name: str, checkpoint: Path) -> str:
+    """What runs the kernel of that name on this machine, for people: "torch", "nki on the simulator", ...
+
+    Raises:
+        MissingDependencyError, UnsupportedError: nothing here runs it.
+    """
+    return str(getattr(kernel_factory(name, checkpoint), "label", name))
 
 
 class DecodeNode(_Node):
@@ -273,6 +314,13 @@ class DecodeNode(_Node):
         kernel: KernelFactory = torch_kernel,
         builder: CallBuilder[torch.Tensor] | None = None,
     ) -> None:
+        self.shape = ControlShape(
+            num_rows=cache.num_rows,
+            block_size=cache.block_size,
+            sliding_window=model.config.geometry.sliding_window,
+            max_model_len=cache.max_model_len,
+        )
+        scratch = kernel.scratch_blocks(self.shape) if isinstance(kernel, ScratchKernelFactory) else 0
         super().__init__(
             role=Role.DECODE,
             model=model,
@@ -280,6 +328,7 @@ class DecodeNode(_Node):
             wiring=wiring,
             engine_id=engine_id or new_engine_id(Role.DECODE),
             metrics=metrics,
+            scratch_blocks=scratch,
         )
         self._channel = wiring.channel
         self.peers = PeerDirectory(
@@ -289,13 +338,7 @@ class DecodeNode(_Node):
             clock=self.clock,
             settings=directory,
         )
-        self.shape = ControlShape(
-            num_rows=cache.num_rows,
-            block_size=cache.block_size,
-            sliding_window=model.config.geometry.sliding_window,
-            max_model_len=cache.max_model_len,
-        )
-        contract = torch_contract(model, layout=self.layout, shape=self.shape)
+        contract = torch_contract(model, layout=self.memory, shape=self.shape)
         self.engine: DecodeEngine[torch.Tensor] = DecodeEngine(
             layout=self.peer_layout,
             shape=self.shape,
@@ -303,8 +346,10 @@ class DecodeNode(_Node):
             transport=self.link,
             mailbox=self.mailbox,
             peers=self.peers,
-            kernel=kernel(contract, model),
-            builder=builder or TorchCallBuilder(model=model, kv=per_buffer_kv(self.buffers, self.layout)),
+            kernel=kernel(contract, model, scratch)
+            if isinstance(kernel, ScratchKernelFactory)
+            else kernel(contract, model),
+            builder=builder or TorchCallBuilder(model=model, kv=per_buffer_kv(self.buffers, self.memory)),
             sampler=TorchSampler(model=model),
             clock=self.clock,
             settings=settings,

@@ -15,6 +15,7 @@ from gk_core.kv_spec import KVDtype
 from gk_core.model_geometry import GPT_OSS_20B, GPT_OSS_120B, ModelGeometry
 
 __all__ = [
+    "KERNELS",
     "KV_DTYPES",
     "NAMED_MODELS",
     "console",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 NAMED_MODELS = {"gpt-oss-120b": GPT_OSS_120B, "gpt-oss-20b": GPT_OSS_20B}
+KERNELS = ("torch", "nki", "nki-simulator", "nki-device")
+"""Decode kernels by name; see `nodes.kernel_factory`."""
 KV_DTYPES = {
     "bf16": KVDtype.BF16,
     "fp8": KVDtype.FP8_E4M3FN,

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from rich.live import Live
 from rich.table import Table
 
-from gk_adapters.cli.common import KV_DTYPES, console, emit_json, json_option, kv_dtype_option
+from gk_adapters.cli.common import KERNELS, KV_DTYPES, console, emit_json, json_option, kv_dtype_option
 from gk_adapters.cli.servers import parse_endpoint, read_key, spawned_servers
 from gk_core.errors import GkError, RequestError
 from gk_core.kv_spec import KVDtype
@@ -44,6 +44,13 @@ class _Job:
     key: bytes | None
 
     @property
+    def kernel_label(self) -> str:
+        """What runs the decode kernel, for people. A running server chose its own."""
+        from gk_adapters.nodes import kernel_label
+
+        return "the server's own" if self.decode is not None else kernel_label(self.kernel, self.directory)
+
+    @property
     def packed(self) -> bool:
         """FP8 K is pair-packed."""
         return self.kv_dtype.is_fp8
@@ -69,7 +76,8 @@ class _Job:
 @kv_dtype_option("bf16")
 @click.option("--block-size", type=int, default=128, show_default=True, help="Tokens per block.")
 @click.option("--dtype", type=click.Choice(_DTYPES), default="float32", show_default=True, help="Dtype computed in.")
-@click.option("--kernel", type=click.Choice(["torch", "nki"]), default="torch", show_default=True)
+@click.option("--kernel", type=click.Choice(KERNELS), default="torch", show_default=True,
+              help="nki: on a Neuron device where there is one, else in the simulator; or by force.")  # fmt: skip
 @click.option("--transport", type=click.Choice(_TRANSPORTS), default="auto", show_default=True,
               help="memory: both engines in this process; nixl: two processes; auto: nixl if installed.")  # fmt: skip
 @click.option("--prefill", "prefill_at", metavar="HOST:PORT", help="Control address of a running gk prefill-server.")
@@ -132,6 +140,7 @@ def decode(
         decode=None if decode_at is None else parse_endpoint(decode_at),
         key=read_key(key_file),
     )
+    _ = job.kernel_label  # refused here, before any server is started, where the kernel cannot run
     with _progress(job, reader, quiet=as_json) as on_token:
         answer = _run(job, on_token)
     wanted: list[tuple[int, ...]] | None = None
@@ -212,6 +221,7 @@ def _run(job: _Job, on_token: Callable[[int, int], None]) -> dict[str, Any]:
         "kv_dtype": job.kv_dtype.dtype_name,
         "transport": job.transport,
         "kernel": job.kernel,
+        "kernel_label": job.kernel_label,
         "outputs": [
             {
                 "prompt_len": len(prompt.token_ids),
@@ -313,7 +323,7 @@ def _progress(job: _Job, reader: _Reader, *, quiet: bool) -> Iterator[Callable[[
         return
     out = console()
     out.print(
-        f"{len(job.prompts)} prompt(s), {job.kv_dtype.dtype_name} KV, {job.kernel} kernel, "
+        f"{len(job.prompts)} prompt(s), {job.kv_dtype.dtype_name} KV, kernel: {job.kernel_label}, "
         + ("KV over NIXL between two processes" if job.transport == "nixl" else "both engines in this process")
     )
     tokens: list[list[int]] = [[] for _ in job.prompts]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 from attrs import evolve
 
-from gk_adapters.cli.common import KV_DTYPES, kv_dtype_option
+from gk_adapters.cli.common import KERNELS, KV_DTYPES, kv_dtype_option
 from gk_core.errors import PeerLostError, RequestError
 from gk_core.metrics import NullMetrics
 from gk_core.ports import Endpoint, Metrics
@@ -117,7 +117,7 @@ def prefill_server(
 
 @click.command("decode-server")
 @_server_options
-@click.option("--kernel", type=click.Choice(["torch", "nki"]), default="torch", show_default=True)
+@click.option("--kernel", type=click.Choice(KERNELS), default="torch", show_default=True)
 @click.option("--peer", "peers", multiple=True, metavar="HOST:PORT",
               help="Handshake address of a prefill server that is not on loopback; may be given often.")  # fmt: skip
 @click.option("--on-failed-pull", type=click.Choice(["fail", "replay"]), default="fail", show_default=True)
