@@ -6,6 +6,11 @@ block), as int32 arrays, both sides ascending so that NIXL can merge neighbours.
 
 Without a progress thread nothing moves unless both sides poll; the engines do. A progress thread polls for you and
 costs one core.
+
+NIXL cannot take a posted read back: released, or with its peer removed, it calls itself failed while UCX goes on with
+it, and a peer that was frozen sends its bytes when it thaws. So a read that is under way is never released, and its
+peer never removed: disconnecting makes the peer unknown to whoever asks next, and waits for the rest. A peer that ends,
+if by SIGKILL, fails its reads at once; one that stays frozen keeps them, and their blocks, until it goes on or ends.
 """
 
 from __future__ import annotations
@@ -145,6 +150,10 @@ class _Peer:
     lists: dict[tuple[int, int, int], _ListPair] = field(factory=dict)
     last_slice: HeadSlice | None = None
     last_lists: Any = None
+    num_reads: int = 0
+    """Under way."""
+    is_leaving: bool = False
+    """Disconnected, and removed as soon as no read is under way."""
 
 
 class NixlTransport(KVTransport, NoticePort):
@@ -182,6 +191,7 @@ class NixlTransport(KVTransport, NoticePort):
         self._backends = [backend]
         self._local_lists: dict[tuple[int, int], _BlockList] = {}
         self._peers: dict[tuple[str, int], _Peer] = {}
+        self._leaving: list[_Peer] = []
         self._handles: set[_NixlRead] = set()
         self._closed = False
         self._register_calls = 0
@@ -252,6 +262,8 @@ class NixlTransport(KVTransport, NoticePort):
                 if known.agent_metadata == peer.agent_metadata and known.regions == peer.regions:
                     return
                 self._forget(_of(peer.key))
+            if self._has_come_back(peer):
+                return
             try:
                 with self._foreign("add peer"):
                     name = self._agent.add_remote_agent(peer.agent_metadata)
@@ -264,7 +276,7 @@ class NixlTransport(KVTransport, NoticePort):
             )
 
     def disconnect(self, *, peer: PeerKey) -> None:
-        """Forget a peer and release what was prepared for it; harmless when unknown."""
+        """See `KVTransport.disconnect`; what was prepared for the peer is released once no read needs it."""
         with self._lock:
             if _of(peer) in self._peers:
                 self._forget(_of(peer))
@@ -290,12 +302,14 @@ class NixlTransport(KVTransport, NoticePort):
                 )
             except self._foreign_errors as error:
                 raise self._ours(error, "prepare a read") from error
-            posted = _NixlRead(self, handle)
+            posted = _NixlRead(self, remote, handle)
             try:
                 posted.state = self._post(handle)
             except self._foreign_errors as error:
                 raise self._ours(error, "post a read") from error
             self._handles.add(posted)
+            if posted.state is ReadState.PENDING:
+                remote.num_reads += 1
             return posted
 
     def _post(self, handle: Any) -> ReadState:
@@ -329,10 +343,13 @@ class NixlTransport(KVTransport, NoticePort):
             if self._closed:
                 return
             self._closed = True
+            unfinished = [posted for posted in self._handles if posted.poll() is ReadState.PENDING]
             for posted in tuple(self._handles):
-                posted.abort()
-            for key in tuple(self._peers):
-                self._forget(key)
+                posted.abandon()
+            for remote in (*self._peers.values(), *self._leaving):
+                self._remove(remote)
+            self._peers.clear()
+            self._leaving.clear()
             for prepared in self._local_lists.values():
                 prepared.handle.release()
             self._local_lists.clear()
@@ -340,7 +357,10 @@ class NixlTransport(KVTransport, NoticePort):
                 with self._foreign("deregister memory"):
                     self._agent.deregister_memory(self._registration, backends=self._backends)
                 self._registration = None
+            # Nothing holds the agent any more, so its end is here, and with it the end of every read.
             del self._agent
+            for posted in unfinished:
+                posted.state = ReadState.FAILED
 
     def prepare_again(self) -> Any:
         """A new list of all our blocks, for measurements; `read` prepares each list once and keeps it."""
@@ -369,10 +389,47 @@ class NixlTransport(KVTransport, NoticePort):
         return _ListPair(self._local_lists[ours], theirs)
 
     def _forget(self, key: tuple[str, int]) -> None:
-        """Release our descriptor lists first, then NIXL's knowledge of the peer."""
+        """Know a peer no more; removed now, or by the end of its last read."""
         remote = self._peers.pop(key)
+        if remote.num_reads:
+            remote.is_leaving = True
+            self._leaving.append(remote)
+        else:
+            self._remove(remote)
+
+    def _read_ended(self, remote: _Peer) -> None:
+        remote.num_reads -= 1
+        if remote.is_leaving and not remote.num_reads:
+            self._leaving.remove(remote)
+            self._remove(remote)
+
+    def _has_come_back(self, peer: PeerAgent) -> bool:
+        """Whether a peer is one that is still leaving, and known again from now on.
+
+        Raises:
+            PeerLostError: it has come back with other metadata, and its former reads are not quiet yet.
+        """
+        for remote in self._leaving:
+            if remote.agent_metadata == peer.agent_metadata and remote.regions == peer.regions:
+                self._leaving.remove(remote)
+                remote.is_leaving = False
+                self._peers[_of(peer.key)] = remote
+                return True
+            # NIXL drops what it knows of an agent when another of its name is added, and its reads with it.
+            if remote.name.encode() in peer.agent_metadata:
+                raise PeerLostError(
+                    f"peer {peer.key.engine_id}/{peer.key.rank}: {remote.num_reads} reads of its former life are still "
+                    "under way; ask again later"
+                )
+        return False
+
+    def _remove(self, remote: _Peer) -> None:
+        """Release our descriptor lists first, then NIXL's knowledge of the peer."""
         for lists in remote.lists.values():
             lists.remote.handle.release()
+        # Whoever still holds a read of this peer must not hold the agent through its lists.
+        remote.lists.clear()
+        remote.last_slice = remote.last_lists = None
         try:
             with self._foreign("remove peer"):
                 self._agent.remove_remote_agent(remote.name)
@@ -412,58 +469,49 @@ _STATES = {"DONE": ReadState.DONE, "PROC": ReadState.PENDING, "ERR": ReadState.F
 
 
 class _NixlRead(ReadHandle):
-    """A posted read. FAILED is reported only once NIXL has let go of the handle, when no byte can land any more."""
+    """A posted read. It has ended when NIXL says how, and only then is the handle released."""
 
-    __slots__ = ("_failing", "_handle", "_released", "_transport", "state")
+    __slots__ = ("_handle", "_peer", "_transport", "state")
 
-    def __init__(self, transport: NixlTransport, handle: Any) -> None:
+    def __init__(self, transport: NixlTransport, peer: _Peer, handle: Any) -> None:
         self._transport = transport
+        self._peer = peer
         self._handle = handle
-        self._failing = False
-        self._released = False
         self.state = ReadState.PENDING
 
     def poll(self) -> ReadState:
         with self._transport._lock:
-            if self._released:
-                return self.state
-            if self._failing or self.state is ReadState.FAILED:
-                return self._settle_failure()
-            if self.state is ReadState.PENDING:
+            if self.state is ReadState.PENDING and self._handle is not None:
                 try:
-                    self.state = _STATES[self._transport._agent.check_xfer_state(self._handle)]
-                except tuple(self._transport._errors):
-                    return self._settle_failure()
-                if self.state is ReadState.FAILED:
-                    return self._settle_failure()
+                    state = _STATES[self._transport._agent.check_xfer_state(self._handle)]
+                except self._transport._foreign_errors:
+                    state = ReadState.FAILED
+                # NIXL keeps the handle of a failed read as long as parts of it are under way.
+                if state is ReadState.DONE or (state is ReadState.FAILED and self._let_go()):
+                    self.state = state
+                    self._transport._read_ended(self._peer)
             return self.state
 
     def release(self) -> None:
         with self._transport._lock:
-            if self._released:
-                return
             if self.poll() is ReadState.PENDING:
                 raise TransferError("the read is still pending; wait until it is quiet")
             self._let_go()
 
-    def abort(self) -> None:
-        """Cancel what can be cancelled; used when the transport closes."""
-        if not self._released:
-            self._let_go()
-            self.state = ReadState.FAILED if self.state is not ReadState.DONE else ReadState.DONE
-
-    def _settle_failure(self) -> ReadState:
-        self._failing = True
-        self.state = ReadState.FAILED if self._let_go() else ReadState.PENDING
-        return self.state
+    def abandon(self) -> None:
+        """The transport closes: drop the handle, however the read stands, because a handle holds NIXL's agent."""
+        self._let_go()
+        self._handle = None
+        self._transport._handles.discard(self)
 
     def _let_go(self) -> bool:
-        if not self._released:
+        """Release the handle; whether that is done."""
+        if self._handle is not None:
             try:
                 self._handle.release()
-            except Exception:
+            except self._transport._foreign_errors:
                 return False
-            self._released = True
+            self._handle = None
             self._transport._handles.discard(self)
         return True
 

@@ -205,7 +205,9 @@ class PullDesk:
     def _drop_dead_peers(self, now: float) -> None:
         """Let go of a peer from which a read is still under way long after its pull has ended, and nothing else is.
 
-        The transport then ends the read, and its blocks come back. A living peer is found again by the next request.
+        A transport that can take the read back then ends it, and its blocks come back; over one that cannot they come
+        back when the peer goes on or ends. A living peer is found again by the next request. Twice the deadline,
+        because a read that ends by itself lets its producer be told, and one that is cut off leaves a lease to run out.
         """
         grace = 2 * self._settings.deadline_seconds
         at_work = {t.engine_id for t in self._transfers if t.run.outcome is None}

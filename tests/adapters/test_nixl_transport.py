@@ -41,12 +41,12 @@ class Agent:
 
     count = 0
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, progress_thread: bool = False) -> None:
         Agent.count += 1
         self.memory = (ctypes.c_ubyte * (2 * NUM_BLOCKS * BLOCK_BYTES))()
         base = ctypes.addressof(self.memory)
         self.regions = tuple(region(base, i) for i in range(2))
-        self.transport = NixlTransport(agent_name=f"{name}-{Agent.count}")
+        self.transport = NixlTransport(agent_name=f"{name}-{Agent.count}", progress_thread=progress_thread)
         self.blob = self.transport.register(regions=self.regions)
 
     def block(self, index: int, block: int) -> bytes:
@@ -221,3 +221,97 @@ def test_nixl_says_nothing_on_standard_output(capfd: pytest.CaptureFixture[str])
     """It belongs to the program."""
     NixlTransport(agent_name="quiet").close()
     assert capfd.readouterr().out == ""
+
+
+class TestStuckReads:
+    """Over TCP a producer that nobody polls sends nothing: for its reader it is a machine that has frozen."""
+
+    @pytest.fixture
+    def sides(
+        self, monkeypatch: pytest.MonkeyPatch, progress_thread: bool
+    ) -> Iterator[tuple[Agent, Agent, ReadHandle]]:
+        """(frozen producer, consumer, a read between them that is under way)."""
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+        producer, consumer = Agent("frozen"), Agent("waiting", progress_thread=progress_thread)
+        producer.memory[:] = [1 + i % 250 for i in range(len(producer.memory))]
+        consumer.transport.connect(peer=self.agent_of(producer))
+        handle = consumer.transport.read(peer=PRODUCER, read=read_of(BlockRun(local_start=1, remote_start=2, count=4)))
+        assert {handle.poll() for _ in range(2000)} == {ReadState.PENDING}
+        yield producer, consumer, handle
+        consumer.transport.close()
+        producer.transport.close()
+
+    def agent_of(self, side: Agent) -> PeerAgent:
+        return PeerAgent(key=PRODUCER, agent_metadata=side.blob, regions=side.regions)
+
+    def thaw(self, producer: Agent, *handles: ReadHandle) -> list[ReadState]:
+        """Poll both sides for as long as anything could still arrive."""
+        for _ in range(20_000):
+            producer.transport.take_notices()
+            states = [handle.poll() for handle in handles]
+        return states
+
+    @pytest.mark.parametrize("progress_thread", [False, True])
+    def test_a_read_has_not_ended_as_long_as_its_bytes_can_land(self, sides: tuple[Agent, Agent, ReadHandle]) -> None:
+        """Its peer is disconnected and it stays pending; the thawed peer sends, and only then has it ended."""
+        producer, consumer, handle = sides
+        consumer.transport.disconnect(peer=PRODUCER)
+        assert {handle.poll() for _ in range(2000)} == {ReadState.PENDING}
+        with pytest.raises(PeerLostError, match="not connected"):
+            consumer.transport.read(peer=PRODUCER, read=read_of(BlockRun(local_start=9, remote_start=2, count=1)))
+        assert finish(handle, producer) is ReadState.DONE
+        assert consumer.block(1, 4) == producer.block(1, 5)
+        arrived = bytes(consumer.memory)
+        self.thaw(producer, handle)
+        assert bytes(consumer.memory) == arrived
+
+    @pytest.mark.parametrize("progress_thread", [False])
+    def test_a_peer_that_ends_fails_its_reads_at_once(self, sides: tuple[Agent, Agent, ReadHandle]) -> None:
+        """Disconnected or not; nothing has landed and nothing will."""
+        producer, consumer, handle = sides
+        consumer.transport.disconnect(peer=PRODUCER)
+        producer.transport.close()
+        assert finish(handle, consumer) is ReadState.FAILED
+        assert bytes(consumer.memory) == bytes(len(consumer.memory))
+
+    @pytest.mark.parametrize("progress_thread", [False])
+    def test_a_peer_that_comes_back_before_it_was_gone_is_the_same(
+        self, sides: tuple[Agent, Agent, ReadHandle]
+    ) -> None:
+        """Both reads are good, and disconnecting it again after them removes it."""
+        producer, consumer, handle = sides
+        consumer.transport.disconnect(peer=PRODUCER)
+        consumer.transport.connect(peer=self.agent_of(producer))
+        second = consumer.transport.read(peer=PRODUCER, read=read_of(BlockRun(local_start=9, remote_start=2, count=1)))
+        assert self.thaw(producer, handle, second) == [ReadState.DONE, ReadState.DONE]
+        assert consumer.block(0, 9) == producer.block(0, 2)
+        consumer.transport.disconnect(peer=PRODUCER)
+        with pytest.raises(PeerLostError, match="not connected"):
+            consumer.transport.send_notice(peer=PRODUCER, payload=b"x")
+
+    @pytest.mark.parametrize("progress_thread", [False])
+    def test_another_life_of_an_agents_name_waits_for_the_reads_of_the_former_one(
+        self, sides: tuple[Agent, Agent, ReadHandle]
+    ) -> None:
+        """NIXL would drop them as failed and let their bytes land; the peer is asked for again later."""
+        producer, consumer, handle = sides
+        again = Agent.__new__(Agent)
+        again.memory = (ctypes.c_ubyte * (2 * NUM_BLOCKS * BLOCK_BYTES))()
+        again.regions = tuple(region(ctypes.addressof(again.memory), i) for i in range(2))
+        again.transport = NixlTransport(agent_name=f"frozen-{Agent.count - 1}")
+        again.blob = again.transport.register(regions=again.regions)
+        with pytest.raises(PeerLostError, match="1 reads of its former life are still under way"):
+            consumer.transport.connect(peer=self.agent_of(again))
+        assert finish(handle, producer) is ReadState.DONE
+        consumer.transport.connect(peer=self.agent_of(again))
+        again.transport.close()
+
+    @pytest.mark.parametrize("progress_thread", [False, True])
+    def test_nothing_lands_after_close(self, sides: tuple[Agent, Agent, ReadHandle]) -> None:
+        """The read is failed because NIXL's agent is gone, though the handle is still held here."""
+        producer, consumer, handle = sides
+        consumer.transport.close()
+        assert handle.poll() is ReadState.FAILED
+        self.thaw(producer, handle)
+        assert bytes(consumer.memory) == bytes(len(consumer.memory))
+        handle.release()
