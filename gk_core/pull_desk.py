@@ -231,7 +231,4 @@ class PullDesk:
 def groups_of_tables(tables: GroupTables, kinds: Sequence[AttentionKind]) -> tuple[GroupBlocks, ...]:
     """A request's whole tables, one after the other as the cache groups are."""
     by_kind = {AttentionKind.SLIDING: tables.sliding, AttentionKind.FULL: tables.full}
-    return tuple(
-        GroupBlocks(kind=kind, first_logical=0, block_ids=by_kind[kind].block_ids)
-        for kind in kinds
-    )
+    return tuple(GroupBlocks(kind=kind, first_logical=0, block_ids=by_kind[kind].block_ids) for kind in kinds)

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from gk_adapters.cli.decode import decode
-from gk_adapters.cli.servers import StartedServer, spawned_servers, started_server
+from gk_adapters.cli.servers import StartedServer, started_server
 from gk_core.metrics import PULL_BYTES, PULLS_DONE, TRANSFERRED_TOKENS
 from gk_core.ports import Endpoint
 from tools.recall_prompts import make_prompt
@@ -78,16 +79,21 @@ def test_two_processes_over_nixl_give_hugging_faces_tokens(
 
 
 def test_packed_fp8_over_nixl_gives_the_tokens_of_fp8_in_one_process() -> None:
-    """The transfer changes nothing; FP8 itself may."""
-    with spawned_servers([*FLAGS, "--kv-dtype", "fp8"]) as servers:
-        moved = run_json(*over(servers), "--kv-dtype", "fp8")
+    """`gk decode` starts both servers itself. The transfer changes nothing; FP8 itself may."""
+    moved = run_json("--transport", "nixl", "--kv-dtype", "fp8")
     alone = run_json("--transport", "memory", "--kv-dtype", "fp8")
     assert [o["token_ids"] for o in moved["outputs"]] == [o["token_ids"] for o in alone["outputs"]]
+    assert [o["prompt_len"] for o in moved["outputs"]] == list(LENGTHS)
     assert [o["transferred_tokens"] for o in moved["outputs"]] == [n - 1 for n in LENGTHS]
+    assert (moved["transport"], moved["kv_dtype"]) == ("nixl", "float8_e4m3fn")
 
 
 @pytest.mark.slow
-def test_gk_decode_starts_both_servers_itself() -> None:
+@pytest.mark.parametrize("block_size", ["128", "64"])
+def test_gk_decode_starts_both_servers_itself(block_size: str) -> None:
     """With checksums, and stops them when it is done."""
-    answer = run_json("--transport", "nixl", "--checksums", "--compare-hf")
+    children = set(psutil.Process().children(recursive=True))
+    answer = run_json("--transport", "nixl", "--checksums", "--compare-hf", "--block-size", block_size)
     assert answer["identical_to_hf"] is True
+    assert [o["transferred_tokens"] for o in answer["outputs"]] == [n - 1 for n in LENGTHS]
+    assert set(psutil.Process().children(recursive=True)) == children
