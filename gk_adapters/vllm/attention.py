@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from gk_adapters.vllm.seams_cache import BackendLayout, group_buffer
 from gk_adapters.vllm.settings import packed_kv_requested
 from gk_core.block_table import first_window_block
 from gk_core.errors import UnsupportedError
@@ -32,7 +33,7 @@ __all__ = ["GkAttentionBackend", "GkAttentionImpl", "GkAttentionMetadata", "gath
 _KERNEL_BLOCK_MULTIPLE = 16
 
 
-class GkAttentionBackend(AttentionBackend):
+class GkAttentionBackend(BackendLayout, AttentionBackend):  # type: ignore[misc]
     """Group buffers with K and V halves; registered in place of vLLM's CPU backend by the plugin."""
 
     forward_includes_kv_cache_update = False
@@ -45,7 +46,7 @@ class GkAttentionBackend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Any multiple of 16 tokens."""
         return [MultipleOf(_KERNEL_BLOCK_MULTIPLE)]
 
@@ -73,18 +74,6 @@ class GkAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[GkAttentionMetadataBuilder]:
         """The metadata builder, one object per KV cache group."""
         return GkAttentionMetadataBuilder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """[2, num_blocks, kv, block, d]."""
-        return 2, num_blocks, num_kv_heads, block_size, head_size
-
-    @classmethod
-    def get_required_kv_cache_layout(cls) -> Any:
-        """Head-major blocks."""
-        return "HND"
 
     @staticmethod
     def use_cascade_attention(*args: Any, **kwargs: Any) -> bool:
@@ -179,6 +168,7 @@ class GkAttentionImpl(AttentionImpl[Any]):
         """Write this step's K and V, [num_tokens, kv, d], to their slots."""
         if kv_cache.numel() == 0:
             return
+        kv_cache = group_buffer(kv_cache, num_kv_heads=self.num_kv_heads, head_size=self.head_size)
         count = min(slot_mapping.shape[0], key.shape[0])
         scales: Any = layer
         for half, tokens, scale in ((0, key, scales._k_scale_float), (1, value, scales._v_scale_float)):
@@ -209,6 +199,7 @@ class GkAttentionImpl(AttentionImpl[Any]):
             return output
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("the gk attention backend does not quantise its output")
+        kv_cache = group_buffer(kv_cache, num_kv_heads=self.num_kv_heads, head_size=self.head_size)
         shaped = output.view(-1, self.num_heads, self.head_size)
         queries = query.view(-1, self.num_heads, self.head_size)
         starts = attn_metadata.query_starts

