@@ -1,11 +1,9 @@
 """MXFP4 weights to floats on chip, exactly, for devices without MX matmuls and for float32 builds.
 
 A word holds four FP4 values of consecutive features. Moved to the right bits, an FP4 value is an FP8 (e4m3) value 64
-times
-smaller, its subnormal included: sign to bit 7, exponent and mantissa to bits 4..2. So two masks and an or make a
+times smaller, its subnormal included: sign to bit 7, exponent and mantissa to bits 4..2. So two masks and an or make a
 byte, the FP8 cast makes the number, and one multiplication by 64 * 2 ** (scale - 127) finishes it. Scales, one per 8
-partitions, are
-spread over them by a contraction with a band of 64s: they are read from HBM once.
+partitions, are spread over them by a contraction with a band of 64s: they are read from HBM once.
 """
 
 from __future__ import annotations
