@@ -119,9 +119,11 @@ class GkSchedulerHalf:
         params = request.kv_transfer_params
         if not isinstance(params, Mapping):
             return
-        if params.get("do_remote_decode"):
+        # A client may ask anything of any server. A producer that pulled would do so under vLLM's own scheduler, which
+        # stops the engine when a pull fails; a consumer that offered would keep blocks that nobody was told of.
+        if self._is_producer(request):
             shorten_prompt(request, has_sliding_group=AttentionKind.SLIDING in self._kinds)
-        elif params.get("do_remote_prefill"):
+        elif params.get("do_remote_prefill") and self._facts.role is Role.DECODE:
             self._take_offer(request)
 
     def _take_offer(self, request: Any) -> None:
@@ -163,6 +165,7 @@ class GkSchedulerHalf:
         if self._refuse_missing and request.num_tokens - 1 > num_computed_tokens + count:
             missing = request.num_tokens - 1 - num_computed_tokens - count
             self._refused[request_id] = f"the KV of {missing} tokens is missing and gk_missing_kv is refuse"
+            self._metrics.count(name=REQUESTS_REFUSED)
             return None, False
         self._hits[request_id] = num_computed_tokens
         return count, count > 0
@@ -304,10 +307,10 @@ class GkSchedulerHalf:
         else:
             self._refused[request_id] = reason
 
-    @staticmethod
-    def _is_producer(request: Any) -> bool:
+    def _is_producer(self, request: Any) -> bool:
         params = request.kv_transfer_params
-        return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
+        wanted = isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
+        return wanted and self._facts.role is Role.PREFILL
 
 
 def _ended_well(request: Any) -> bool:

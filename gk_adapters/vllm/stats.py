@@ -96,6 +96,10 @@ class GkPromMetrics(KVConnectorPromMetrics):
             )
             for n, t in HISTOGRAMS.items()
         }
+        # What has never happened is shown as 0 and not left out.
+        for metric in (*self._counters.values(), *self._histograms.values()):
+            for labels in per_engine_labelvalues.values():
+                metric.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report; names that are not gk's are left out."""

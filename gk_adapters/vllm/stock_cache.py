@@ -67,6 +67,9 @@ class _GuardedScheduler(seams.PullScheduler):  # type: ignore[misc]
         params = request.kv_transfer_params
         if not isinstance(params, dict):
             return
+        # A client may ask anything of any server. Told to fetch, a producer would wait for ever, or pull under a
+        # scheduler that a failed pull stops.
+        self._keep_to_role(params)
         if params.get("do_remote_decode"):
             shorten_prompt(request, has_sliding_group=self._slides)
         elif params.get("do_remote_prefill"):
@@ -79,6 +82,16 @@ class _GuardedScheduler(seams.PullScheduler):  # type: ignore[misc]
                 return
             self._gk_seen[request.request_id] = time.perf_counter()
         super().on_new_request(request)
+
+    def _keep_to_role(self, params: dict[str, Any]) -> None:
+        role = self.vllm_config.kv_transfer_config.kv_role
+        if role == "kv_producer":
+            params["do_remote_prefill"] = False
+        if role == "kv_consumer":
+            params["do_remote_decode"] = False
+        if params.get("do_remote_decode"):
+            params["do_remote_prefill"] = False
+            params["remote_block_ids"] = None
 
     def _require_producer(self, params: Mapping[str, Any]) -> None:
         """A client may not send us to ourselves, nor anywhere that the settings do not name."""

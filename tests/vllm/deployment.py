@@ -72,9 +72,13 @@ class Deployment:
         assert isinstance(params, dict)
         return params
 
-    def decoded(self, prompt: list[int], params: Any, *, max_tokens: int = 8) -> list[int]:
+    def beside(self, decode: Server) -> Deployment:
+        """The same with another decode server, which the proxy knows nothing of."""
+        return evolve(self, decode=decode)
+
+    def decoded(self, prompt: list[int], params: Any, *, max_tokens: int = 8, **more: Any) -> list[int]:
         """Tokens of the decode server."""
-        asked = {**self.body(prompt, max_tokens=max_tokens), "kv_transfer_params": params}
+        asked = {**self.body(prompt, max_tokens=max_tokens), "kv_transfer_params": params, **more}
         return tokens_of(post_json(f"{self.decode.url}/v1/completions", asked))
 
     def alone(self, prompt: list[int], *, max_tokens: int = 8) -> list[int]:
@@ -83,12 +87,18 @@ class Deployment:
         return tokens_of(post_json(f"{self.prefill.url}/v1/completions", asked))
 
     def metric(self, server: Server, name: str) -> float:
-        """Sum of one metric of a server."""
-        return sum(
+        """Sum of one metric of a server.
+
+        Raises:
+            AssertionError: the server shows no such metric.
+        """
+        told = [
             float(line.rpartition(" ")[2])
             for line in server.text("/metrics").splitlines()
             if re.match(rf"{re.escape(name)}(\{{|\s)", line)
-        )
+        ]
+        assert told, f"{server.url} has no metric {name}"
+        return sum(told)
 
     def restart_prefill(self) -> None:
         """Kill the prefill server without warning and start it anew at the same addresses."""

@@ -13,13 +13,14 @@ from gk_adapters.vllm.connector_scheduler import GkSchedulerHalf
 from gk_adapters.vllm.connector_settings import ConnectorSettings, connector_settings
 from gk_adapters.vllm.engine_facts import EngineFacts
 from gk_adapters.vllm.settings import GkSettings, MissingKVPolicy
+from gk_adapters.vllm.transfer_orders import TransferOrders
 from gk_core.disaggregation import TRUNCATION_MARKER, Role, needed_blocks
 from gk_core.errors import RequestError
 from gk_core.hand_off import parse_kv_transfer_params
 from gk_core.integrity import offer_digest
 from gk_core.kv_layout import KByteOrder
 from gk_core.kv_spec import KVDtype
-from gk_core.metrics import RECOMPUTED_TOKENS
+from gk_core.metrics import RECOMPUTED_TOKENS, REQUESTS_REFUSED
 from gk_core.model_geometry import GPT_OSS_20B, AttentionKind
 from gk_core.ports import Endpoint
 
@@ -200,6 +201,25 @@ def test_a_missing_block_is_not_offered() -> None:
     assert half.request_finished(request, ([0, 4], [5, 6])) == (False, None)
 
 
+def test_an_engine_keeps_to_its_role_whatever_a_client_asks() -> None:
+    """A producer pulls nothing, a consumer shortens and offers nothing."""
+    from vllm.v1.request import RequestStatus
+
+    producer = make_half(Role.PREFILL)
+    request = make_request(list(range(200)), offered_params(200), request_id="p")
+    producer.on_new_request(request)
+    assert producer.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert producer.build_orders() == TransferOrders()
+    consumer, manager = make_half(Role.DECODE), make_manager()
+    request = make_request(list(range(200)), dict(PREFILL), request_id="d")
+    consumer.on_new_request(request)
+    assert request.num_prompt_tokens == 200
+    manager.allocate_slots(request, 200)
+    request.num_computed_tokens, request.status = 200, RequestStatus.FINISHED_LENGTH_CAPPED
+    assert consumer.request_finished(request, manager.get_block_ids("d")) == (False, None)
+    assert consumer.build_orders() == TransferOrders()
+
+
 def test_an_ordinary_request_is_left_alone() -> None:
     """No parameters, or parameters of another kind."""
     half = make_half(Role.PREFILL)
@@ -276,7 +296,11 @@ def test_missing_kv_is_refused_where_the_engine_says_so() -> None:
     plain = make_request(list(range(200)), None, request_id="plain")
     half.on_new_request(plain)
     assert half.get_num_new_matched_tokens(plain, 128) == (None, False)
+    assert half.get_num_new_matched_tokens(plain, 128) == (None, False)
     assert "KV of 71 tokens is missing" in half.take_refused()["plain"]
+    stats = half.take_stats()
+    assert stats is not None
+    assert stats.data["counts"] == {REQUESTS_REFUSED: 1}
     whole = make_request(list(range(200)), offered_params(200), request_id="whole")
     half.on_new_request(whole)
     assert half.get_num_new_matched_tokens(whole, 0) == (199, True)

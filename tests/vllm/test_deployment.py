@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from click.testing import CliRunner
 
+from gk_adapters.cli.plan import plan
 from gk_adapters.vllm.boundary_sweep import SweepSettings, parse_lengths, sweep
 from gk_adapters.vllm.served import post_json
 from gk_core.errors import TransferError
-from gk_core.kv_budget import budget, num_blocks_for_memory
-from gk_core.kv_spec import KVDtype, honest_specs, plan_kv_cache
 from tests.vllm.conftest import SHIPPED
 from tests.vllm.deployment import DECODE_BLOCKS, MAX_BATCHED, MAX_LEN, Deployment, eventually, tokens_of
 
@@ -53,6 +54,7 @@ def test_prompts_that_begin_alike_and_come_twice_are_exact(deployment: Deploymen
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_length_up_to_700_is_exact(deployment: Deployment) -> None:
     """The whole sweep."""
     report = sweep(deployment.targets, SweepSettings(lengths=parse_lengths("1-700"), num_tokens=4, workers=4))
@@ -60,30 +62,28 @@ def test_every_length_up_to_700_is_exact(deployment: Deployment) -> None:
     assert report.differing_lengths == ()
 
 
-def test_vllms_own_log_says_what_the_core_predicts(deployment: Deployment) -> None:
-    """1 GiB on the prefill server and 48 blocks on the decode server, counted by vLLM and by the core."""
-    from gk_adapters.hf_config import read_hf_config
+def test_vllms_own_log_says_what_gk_plan_predicts(deployment: Deployment) -> None:
+    """1 GiB on the prefill server and 48 blocks on the decode server, counted by vLLM and by `gk plan`.
 
-    specs = honest_specs(read_hf_config(SHIPPED).geometry, tp_size=1, block_size=128, dtype=KVDtype.FP32)
-    per_block = plan_kv_cache(specs, num_blocks=2).bytes_per_block_all_buffers
-    for server, blocks in (
-        (deployment.prefill, num_blocks_for_memory(2**30, per_block)),
-        (deployment.decode, DECODE_BLOCKS),
+    Literal: two groups share 4096 blocks, of which a request of 1,024 tokens takes 8 full and 6 sliding ones.
+    """
+    shape = ["--block-size", "128", "--kv-dtype", "fp32", "--max-model-len", str(MAX_LEN)]
+    shape += ["--max-num-batched-tokens", str(MAX_BATCHED), "--model", str(SHIPPED), "--json"]
+    for server, size, blocks, requests, tokens in (
+        (deployment.prefill, ["--kv-memory-bytes", str(2**30)], 4096, 292.57, 299_593),
+        (deployment.decode, ["--num-blocks", str(DECODE_BLOCKS)], 48, 3.43, 3_510),
     ):
-        plan = plan_kv_cache(specs, num_blocks=blocks)
-        assert len(plan.groups) == 2
-        wanted = budget(plan, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_BATCHED)
-        told = re.search(
-            r"KV cache size: ([\d,]+) tokens, Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x",
-            server.log.read_text(),
+        told = json.loads(CliRunner().invoke(plan, [*size, *shape]).output)
+        assert (told["num_groups"], told["group_buffers"]) == (2, 2)
+        assert (told["num_blocks"], told["max_requests"], told["token_capacity"]) == (blocks, requests, tokens)
+        log = server.log.read_text()
+        said = re.search(
+            r"KV cache size: ([\d,]+) tokens, Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x", log
         )
-        assert told is not None
-        assert told[1] == f"{wanted.token_capacity:,}"
-        assert told[2] == f"{MAX_LEN:,}"
-        assert told[3] == f"{float(wanted.max_requests):.2f}"
-        regions = re.search(r"gk: registered (\d+) regions of (\d+) blocks", server.log.read_text())
-        assert regions is not None
-        assert (int(regions[1]), int(regions[2])) == (4, blocks)
+        assert said is not None
+        assert said.groups() == (f"{tokens:,}", f"{MAX_LEN:,}", f"{requests:.2f}")
+        assert f'num_gpu_blocks="{blocks}"' in server.text("/metrics")
+        assert f"gk: registered 4 regions of {blocks} blocks, 65536 bytes each: K and V of 2 group buffers" in log
 
 
 def test_native_and_giga_kernel_decode_agree_under_preemption(deployment: Deployment) -> None:
@@ -92,6 +92,7 @@ def test_native_and_giga_kernel_decode_agree_under_preemption(deployment: Deploy
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_native_and_giga_kernel_decode_agree_on_200_requests(deployment: Deployment) -> None:
     """The same with 200."""
     assert_agreement(deployment, 200)
@@ -160,6 +161,22 @@ def test_parameters_that_a_client_changed_never_change_an_answer(
     assert deployment.decoded(prompt, deployment.offer(prompt), max_tokens=2) == wanted
 
 
+@pytest.mark.parametrize("asked_of", ["prefill", "decode"])
+def test_a_server_that_is_asked_for_the_other_role_answers_as_ever(deployment: Deployment, asked_of: str) -> None:
+    """A producer that is told to pull computes, a consumer that is told to offer decodes, and no block is kept."""
+    prompt = make_prompt(145, seed=13)
+    wanted = deployment.alone(prompt)
+    if asked_of == "prefill":
+        server, params = deployment.prefill, {**deployment.offer(prompt), "remote_engine_id": "nobody"}
+    else:
+        server, params = deployment.decode, {"do_remote_decode": True, "do_remote_prefill": False}
+    asked = {**deployment.body(prompt), "kv_transfer_params": params, "cache_salt": "other role"}
+    answer = post_json(f"{server.url}/v1/completions", asked)
+    assert tokens_of(answer) == wanted
+    assert answer.get("kv_transfer_params") is None
+    assert deployment.decoded(prompt, deployment.offer(prompt)) == wanted
+
+
 def test_another_prompt_with_somebodys_hand_off_gets_its_own_answer(deployment: Deployment) -> None:
     """The producer refuses a claim for tokens that it did not prefill."""
     mine, theirs = make_prompt(150, seed=4), make_prompt(150, seed=5)
@@ -210,6 +227,8 @@ def test_a_killed_prefill_server_costs_only_what_was_in_flight(deployment: Deplo
     """Every answer is right or an error, decode serves on, the restarted server is found, no block leaks."""
     prompts = [make_prompt(n, seed=8) for n in (20, 130, 255, 300, 383, 400, 500, 600) * 4]
     wanted = {len(p): deployment.alone(p) for p in prompts}
+    lonely = make_prompt(60, seed=8)
+    wanted_alone = deployment.alone(lonely)
 
     def through_the_proxy(prompt: list[int]) -> list[int] | None:
         try:
@@ -225,8 +244,9 @@ def test_a_killed_prefill_server_costs_only_what_was_in_flight(deployment: Deplo
         got = [(n, a.result()) for n, a in answers]
     assert [n for n, tokens in got if tokens is not None and tokens != wanted[n]] == []
     assert sum(tokens is not None for _, tokens in got) >= 4
+    assert any(tokens is None for _, tokens in got), "everything was answered before the server was killed"
     # Nothing of the dead server is needed for a prompt that comes without a hand-off.
-    assert deployment.decoded(make_prompt(60, seed=8), None)
+    assert deployment.decoded(lonely, None) == wanted_alone
     deployment.restart_prefill()
     report = sweep(deployment.targets, SweepSettings(lengths=(2, 255, 256, 383, 640), workers=2, seed=9))
     assert report.as_json()["errors"] == {}
