@@ -11,6 +11,7 @@ import click
 from attrs import evolve
 
 from gk_adapters.cli.common import console, emit_json, json_option
+from gk_adapters.random_checkpoint import write_random_checkpoint
 from gk_adapters.vllm.boundary_sweep import LengthResult, SweepReport, SweepSettings, Targets, parse_lengths, sweep
 from gk_adapters.vllm.served import free_ports, started_servers
 from gk_adapters.vllm.server_command import Connector, ServerKind, ServerSettings
@@ -27,12 +28,17 @@ _GK_TOLERANCE = 1e-4
 @click.option("--lengths", default="1-700", show_default=True, help="Prompt lengths: 1-700, or 1,2,255.")
 @click.option("--servers", nargs=3, metavar="PREFILL DECODE SINGLE", help="Base URLs of servers that run already.")
 @click.option("--spawn", is_flag=True, help="Start three servers on loopback and end them afterwards.")
-@click.option("--model", required=True, help="Checkpoint folder, or the name under which running servers serve it.")
+@click.option(
+    "--model",
+    help="Checkpoint folder, or the name under which running servers serve it.  [default with "
+    "--spawn: a small one of random weights, made for the run]",
+)
 @click.option("--connector", type=click.Choice(["gk", "stock"]), default="gk", show_default=True, help="With --spawn.")
 @click.option("--dtype", default=None, help="With --spawn; float32 for gk, bfloat16 for stock.")
 @click.option("--block-size", type=click.IntRange(16, 256), default=128, show_default=True, help="With --spawn.")
 @click.option("--window", type=click.IntRange(1), default=128, show_default=True, help="To name the rule's lengths.")
 @click.option("--native-decode", is_flag=True, help="With --spawn: no giga kernel on the decode server.")
+@click.option("--cpu-cache-gib", type=click.IntRange(1), default=1, show_default=True, help="With --spawn, on a CPU.")
 @click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="With --spawn: folder for server logs.")
 @click.option("--extra", multiple=True, metavar="ARG", help="With --spawn: passed on to vLLM; may be given often.")
 @click.option("--tokens", "num_tokens", type=click.IntRange(1), default=8, show_default=True, help="To generate.")
@@ -48,12 +54,13 @@ def boundary(
     lengths: str,
     servers: tuple[str, str, str] | None,
     spawn: bool,
-    model: str,
+    model: str | None,
     connector: str,
     dtype: str | None,
     block_size: int,
     window: int,
     native_decode: bool,
+    cpu_cache_gib: int,
     logs: Path | None,
     extra: tuple[str, ...],
     num_tokens: int,
@@ -70,6 +77,8 @@ def boundary(
     """
     if bool(servers) is spawn:
         raise RequestError("give either --servers PREFILL DECODE SINGLE or --spawn")
+    if servers and model is None:
+        raise RequestError("--servers needs --model, the name under which they serve it")
     kind = Connector(connector)
     stock = spawn and kind is Connector.STOCK
     settings = SweepSettings(
@@ -88,12 +97,12 @@ def boundary(
             out.print(f"length {result.length}: {result.error or 'other tokens'}")
 
     if servers:
-        targets = Targets(prefill=servers[0], decode=servers[1], single=servers[2], model=model)
+        targets = Targets(prefill=servers[0], decode=servers[1], single=servers[2], model=str(model))
         report = sweep(targets, settings, on_result=show)
     else:
         base = ServerSettings(
             kind=ServerKind.SINGLE,
-            model=model,
+            model=model or "",
             connector=kind,
             dtype=dtype or ("bfloat16" if stock else "float32"),
             block_size=block_size,
@@ -101,6 +110,9 @@ def boundary(
             gk_decode=not native_decode,
             # vLLM's own rounding differs between cached and uncached prompts in bfloat16 by more than the fault.
             prefix_caching=not stock,
+            cpu_cache_gib=cpu_cache_gib,
+            # Three servers that each took all cores would wait for one another.
+            cpu_cores="nobind",
             extra=extra,
         )
         with _spawned(base, logs) as targets:
@@ -113,12 +125,16 @@ def boundary(
 @contextlib.contextmanager
 def _spawned(base: ServerSettings, logs: Path | None) -> Iterator[Targets]:
     ports = free_ports(5)
-    settings = [
-        evolve(base, kind=ServerKind.PREFILL, port=ports[0], side_channel_port=ports[3]),
-        evolve(base, kind=ServerKind.DECODE, port=ports[1], side_channel_port=ports[4]),
-        evolve(base, kind=ServerKind.SINGLE, port=ports[2], prefix_caching=False),
-    ]
     with tempfile.TemporaryDirectory() as temporary:
+        if not base.model:
+            made = Path(temporary) / "model"
+            write_random_checkpoint(made)
+            base = evolve(base, model=str(made), extra=(*base.extra, "--skip-tokenizer-init"))
+        settings = [
+            evolve(base, kind=ServerKind.PREFILL, port=ports[0], side_channel_port=ports[3]),
+            evolve(base, kind=ServerKind.DECODE, port=ports[1], side_channel_port=ports[4]),
+            evolve(base, kind=ServerKind.SINGLE, port=ports[2], prefix_caching=False),
+        ]
         folder = logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         with started_servers(settings, logs=folder) as servers:
@@ -137,6 +153,7 @@ def _print_report(report: SweepReport, as_json: bool, block_size: int, window: i
         out.print("no length differs")
         return
     out.print(f"lengths that differ: {', '.join(map(str, report.differing_lengths))}")
+    out.print(f"largest difference elsewhere: {report.rounding:.3g}")
     named = [n for n in report.differing_lengths if stock_rule_loses_a_block(n, window, block_size)]
     if named:
         out.print(

@@ -110,6 +110,12 @@ class SweepReport:
         return max((r.logprob_difference for r in self.results if not r.error), default=0.0)
 
     @property
+    def rounding(self) -> float:
+        """Largest difference that counted as equal: how far the faults that were found stand above it."""
+        wrong = set(self.differing_lengths)
+        return max((r.logprob_difference for r in self.results if r.length not in wrong), default=0.0)
+
+    @property
     def connector(self) -> str:
         """Whose offers the prefill server made: gk, stock, or none."""
         offers = [r for r in self.results if r.transferred]
@@ -122,6 +128,7 @@ class SweepReport:
             "differing_lengths": list(self.differing_lengths),
             "max_logprob_difference": self.max_logprob_difference,
             "connector": self.connector,
+            "rounding": self.rounding,
             "tolerance": self.tolerance,
             "logprob_differences": {str(r.length): r.logprob_difference for r in self.results if r.logprob_difference},
             "errors": {str(r.length): r.error for r in self.results if r.error},

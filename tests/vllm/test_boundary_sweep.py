@@ -21,6 +21,7 @@ from gk_adapters.vllm.boundary_sweep import (
     prompt_of,
     sweep,
 )
+from gk_core.disaggregation import stock_rule_loses_a_block
 from gk_core.errors import RequestError
 
 pytestmark = pytest.mark.vllm
@@ -90,7 +91,7 @@ def test_equal_answers_are_no_difference() -> None:
         report = sweep(targets(url), SweepSettings(lengths=(1, 5, 255), workers=2))
     assert report.as_json() == {
         "lengths_checked": [1, 5, 255], "differing_lengths": [], "max_logprob_difference": 0.0, "connector": "gk",
-        "tolerance": 1e-4, "logprob_differences": {}, "errors": {},
+        "rounding": 0.0, "tolerance": 1e-4, "logprob_differences": {}, "errors": {},
     }  # fmt: skip
 
 
@@ -106,6 +107,7 @@ def test_other_tokens_log_probabilities_and_errors_are_each_a_difference() -> No
     assert report.max_logprob_difference == pytest.approx(0.03)
     assert report.connector == "stock"
     assert report.as_json()["logprob_differences"] == {"256": pytest.approx(0.03), "258": pytest.approx(5e-5)}
+    assert report.as_json()["rounding"] == pytest.approx(5e-5)
     assert "answered 500" in report.as_json()["errors"]["257"]
 
 
@@ -165,3 +167,34 @@ def test_the_command_wants_servers_or_spawn() -> None:
     """Not both, not neither."""
     result = CliRunner().invoke(boundary, ["--model", "m"])
     assert isinstance(result.exception, RequestError)
+
+
+def test_servers_need_the_name_of_their_model() -> None:
+    """Only servers that are started here can be given a model that is made here."""
+    result = CliRunner().invoke(boundary, ["--servers", "http://a", "http://b", "http://c"])
+    assert isinstance(result.exception, RequestError)
+    assert "--servers needs --model" in str(result.exception)
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("connector", "wrong"),
+    [("gk", []), ("stock", [n for n in range(1, 701) if stock_rule_loses_a_block(n, 128, 128)])],
+)
+def test_the_whole_sweep_names_the_rules_lengths_on_stock_and_none_on_gk(connector: str, wrong: list[int]) -> None:
+    """Three servers each, as a user starts them. gk in float32; stock in bfloat16, one prompt at a time."""
+    workers = ["--workers", "4"] if connector == "gk" else []
+    result = CliRunner().invoke(
+        boundary, ["--spawn", "--connector", connector, "--lengths", "1-700", "--json", *workers]
+    )
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    report = json.loads(result.stdout)
+    assert report["errors"] == {}
+    assert report["connector"] == connector
+    assert report["lengths_checked"] == list(range(1, 701))
+    assert report["differing_lengths"] == wrong
+    assert result.exit_code == (1 if wrong else 0)
+    if not wrong:
+        assert report["max_logprob_difference"] < 1e-4
