@@ -94,6 +94,14 @@ def product_mx_kernel(x: nl.NkiTensor, weight: nl.NkiTensor, scale: nl.NkiTensor
 
 
 @nki.jit  # type: ignore[untyped-decorator]
+def pairs_kernel(slots: nl.NkiTensor, writes: nl.NkiTensor, block_size: int, scratch_slot: int) -> nl.NkiTensor:
+    """Pair rows [R, 2] of `kv_write.make_write_plan` for one KV head: the even pass, then the odd one."""
+    plan = make_write_plan(slots, writes, block_size, 1, True, scratch_slot, "plan")
+    assert plan.pairs is not None
+    return give(plan.pairs.reshape((slots.shape[0], 2)))
+
+
+@nki.jit  # type: ignore[untyped-decorator]
 def write_kernel(
     k: nl.NkiTensor, v: nl.NkiTensor, new_k: nl.NkiTensor, new_v: nl.NkiTensor, slots: nl.NkiTensor,
     writes: nl.NkiTensor, scratch_slot: int,

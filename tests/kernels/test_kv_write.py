@@ -89,6 +89,20 @@ def test_neighbours_of_one_pair_written_in_one_step_both_survive() -> None:
     assert np.count_nonzero(buffer[0]) == k.size
 
 
+@pytest.mark.parametrize(
+    ("scratch_slot", "idle", "wanted"),
+    [
+        pytest.param(184, 186, [[92, 18], [20, 93], [94, 94], [18, 95]], id="scratch"),
+        pytest.param(0, 1, [[0, 18], [20, 1], [2, 2], [18, 3]], id="null block"),
+    ],
+)
+def test_a_pass_sends_rows_of_the_other_lane_away(scratch_slot: int, idle: int, wanted: list[list[int]]) -> None:
+    """Slots 37, 40, an idle row, 36: pairs 18, 20, 18; away are pairs of the row's own, and no two rows meet."""
+    slots = np.array([[37], [40], [idle], [36]], np.int32)
+    writes = np.array([[1], [1], [0], [1]], np.uint8)
+    assert run_part("pairs_kernel", slots, writes, BLOCK, scratch_slot).tolist() == wanted
+
+
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), packed=st.booleans(), scratch=st.booleans())
 def test_any_step_writes_what_the_definition_writes(data: st.DataObject, packed: bool, scratch: bool) -> None:
