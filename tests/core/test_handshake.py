@@ -367,6 +367,7 @@ def test_a_hello_holds_the_regions_that_its_layout_promises() -> None:
         ((*good[:35], evolve(good[35], block_bytes=4096)), "region 35 must be"),
         ((*good[:35], evolve(good[35], base_address=2**64 - 8192)), "past the 64-bit address space"),
         ((*good[:35], evolve(good[35], base_address=0x1001)), "regions overlap"),
+        ((*good[:35], evolve(good[35], base_address=good[34].end_address - 1)), "regions overlap"),
     ]
     for regions, message in bad:
         with pytest.raises(LayoutError, match=message):

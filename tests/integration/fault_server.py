@@ -1,6 +1,8 @@
 """`gk prefill-server` or `gk decode-server` with faults that a test switches on by files in `GK_TEST_FAULTS`.
 
 hold     reads wait, posted to nobody, until the file is gone; `holding` appears once one does
+stop     the process stops itself as soon as it has posted a read
+flying   appears once a read that was posted is seen to be under way; nothing switches it
 drop     names of notices, one a line (Claim, ClaimReply, Release, ...), that are lost on their way out
 
 python -m tests.integration.fault_server prefill-server --checkpoint ...
@@ -9,6 +11,7 @@ python -m tests.integration.fault_server prefill-server --checkpoint ...
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +81,13 @@ class HeldRead(ReadHandle):
             except GkError:
                 self.refused = True
                 return ReadState.FAILED
-        return self.posted.poll()
+            if (self.link.folder / "stop").exists():
+                (self.link.folder / "flying").touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+        state = self.posted.poll()
+        if state is ReadState.PENDING:
+            (self.link.folder / "flying").touch()
+        return state
 
     def release(self) -> None:
         if self.posted is not None:

@@ -1,22 +1,25 @@
 """Faults over real NIXL between real processes: the survivor keeps serving, every block comes back, and no token is
 built on an incomplete pull.
 
-Two servers run for all tests here; a test that ends one starts another.
+Two servers run for all tests here; a test that ends one starts another. UCX moves their bytes by TCP, as between two
+machines: a process that is stopped sends nothing, so a read from it stays under way for as long as a test wants.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import socket
 import sys
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gk_adapters.cli.servers import StartedServer
@@ -26,7 +29,7 @@ from gk_adapters.services import ServiceClient
 from gk_adapters.torch_model import load_torch_model
 from gk_adapters.zmq_side_channel import ZmqSideChannel
 from gk_core.errors import PeerLostError
-from gk_core.metrics import NullMetrics
+from gk_core.metrics import LEASES_EXPIRED, PULLS_ABORTED, NullMetrics
 from tools.recall_prompts import make_prompt
 
 pytestmark = pytest.mark.nixl
@@ -35,8 +38,11 @@ pytest.importorskip("nixl")
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny-recall"
 NUM_BLOCKS, NEW_TOKENS = 64, 4
-PULL_SECONDS, LEASE_SECONDS = 4.0, 6.0
-PATIENCE_SECONDS = 60.0
+PULL_SECONDS, LEASE_SECONDS = 6.0, 6.0
+PATIENCE_SECONDS = 120.0
+FLAGS = [
+    "--checkpoint", str(MODEL), "--num-blocks", str(NUM_BLOCKS), "--num-rows", "4", "--metrics-port", "0",
+]  # fmt: skip
 PROMPT = make_prompt(seed=7, length_tokens=300, distance=200).token_ids
 
 
@@ -52,8 +58,8 @@ def eventually(check: Callable[[], Any], what: str) -> Any:
 class Cluster:
     """A prefill and a decode server with switchable faults, and a client that asks them."""
 
-    def __init__(self, folder: Path, env: dict[str, str] | None = None) -> None:
-        self.folder, self.env = folder, env or {}
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.servers: dict[str, StartedServer] = {}
         self.channel = ZmqSideChannel()
         self.prefill_port = 0
@@ -76,9 +82,9 @@ class Cluster:
             switch.unlink()
         self.servers[role] = StartedServer(
             f"{role}-server",
-            ["--checkpoint", str(MODEL), "--num-blocks", str(NUM_BLOCKS), "--num-rows", "4", *flags],
+            [*FLAGS, *flags],
             program=(sys.executable, "-m", "tests.integration.fault_server"),
-            env={"GK_TEST_FAULTS": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **self.env},
+            env={"GK_TEST_FAULTS": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "UCX_TLS": "tcp,self"},
         )
 
     def kill(self, role: str) -> None:
@@ -98,8 +104,18 @@ class Cluster:
         client = ServiceClient(channel=self.channel, endpoint=self.servers[role].endpoint(), timeout_seconds=30.0)
         return client.ask(**request)
 
-    def signal(self, role: str, number: int) -> None:
-        os.kill(self.servers[role].process.pid, number)
+    def stop_process(self, role: str) -> None:
+        """Freeze it; every thread of it has stopped when this returns."""
+        process = psutil.Process(self.servers[role].process.pid)
+        process.suspend()
+        tasks = Path(f"/proc/{process.pid}/task")
+        eventually(
+            lambda: all(t.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "T" for t in tasks.iterdir()),
+            f"{role} has stopped",
+        )
+
+    def go_on(self, role: str) -> None:
+        psutil.Process(self.servers[role].process.pid).resume()
 
     def switch(self, role: str, name: str, text: str = "") -> Path:
         path = self.folder / role / name
@@ -140,8 +156,9 @@ class Cluster:
         return answer
 
     def held_pull(self) -> str:
-        """A request whose pull is under way and stays so."""
-        (self.folder / "decode" / "holding").unlink(missing_ok=True)
+        """A request whose pull has begun and whose read nobody has posted yet."""
+        for mark in ("holding", "flying"):
+            (self.folder / "decode" / mark).unlink(missing_ok=True)
         self.switch("decode", "hold")
         name = self.submit(self.offer())
         eventually((self.folder / "decode" / "holding").exists, "a read that is held")
@@ -150,20 +167,43 @@ class Cluster:
     def let_go(self) -> None:
         (self.folder / "decode" / "hold").unlink()
 
-    def is_whole(self, role: str) -> bool:
-        """Used + free = total, with nothing used: all but the null block are free."""
+    def frozen_pull(self) -> str:
+        """A request whose read NIXL has posted and sees under way: its producer was stopped just before."""
+        name = self.held_pull()
+        self.stop_process("prefill")
+        self.let_go()
+        eventually((self.folder / "decode" / "flying").exists, "a read under way")
+        assert self.free_blocks("decode") < NUM_BLOCKS - 1
+        answer = self.ask("decode", do="result", request_id=name, after=0)
+        assert (answer["finished"], answer["tokens"]) == (None, [])
+        return name
+
+    def free_blocks(self, role: str) -> int:
         status = self.ask(role, do="status")
         assert status["num_blocks"] == NUM_BLOCKS
-        return bool(status["free_blocks"] == NUM_BLOCKS - 1)
+        return int(status["free_blocks"])
 
-    def require_whole(self) -> None:
-        for role in self.servers:
+    def is_whole(self, role: str) -> bool:
+        """Used + free = total, with nothing used: all but the null block are free, nothing is leased or under way."""
+        status = self.ask(role, do="status")
+        assert status["num_blocks"] == NUM_BLOCKS
+        return not (status.get("leases") or status.get("has_work")) and status["free_blocks"] == NUM_BLOCKS - 1
+
+    def require_whole(self, *roles: str) -> None:
+        for role in roles or tuple(self.servers):
             eventually(partial(self.is_whole, role), f"all blocks of {role} are free")
 
-    def serves(self, tokens: tuple[int, ...]) -> bool:
-        """One request from end to end, pulled whole."""
+    def metric(self, role: str, name: str) -> float:
+        with urllib.request.urlopen(f"http://{self.servers[role].facts['metrics']}/metrics", timeout=30) as page:
+            lines = page.read().decode().splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+    def require_service(self, tokens: tuple[int, ...]) -> None:
+        """One request from end to end, pulled whole and right; then everything is free on both sides."""
         answer = self.result(self.submit(self.offer()))
-        return bool(answer["tokens"] == list(tokens) and answer["transferred_tokens"] == len(PROMPT) - 1)
+        wanted = {"tokens": list(tokens), "error": "", "transferred_tokens": len(PROMPT) - 1, "recomputed_tokens": 0}
+        assert {key: answer[key] for key in wanted} == wanted
+        self.require_whole()
 
 
 def require_no_token(answer: dict[str, Any], *says: str) -> None:
@@ -205,18 +245,38 @@ def cluster(running: Cluster) -> Cluster:
 
 
 def test_two_hundred_aborts_at_random_moments_leave_both_sides_whole(cluster: Cluster, tokens: tuple[int, ...]) -> None:
-    """Before, during and after pulls and steps; what was not aborted is right."""
+    """Before, during and after pulls and steps, each tenth with its read held up; what was not aborted has tokens."""
     choose = random.Random(3)
-    prompts = [PROMPT[: choose.randint(2, 200)] for _ in range(200)]
+    aborted = cluster.metric("decode", PULLS_ABORTED)
     waiting: list[str] = []
-    for prompt in prompts:
-        waiting.append(cluster.submit(cluster.offer(prompt), prompt))
-        while waiting and choose.random() < 0.6:
-            cluster.ask("decode", do="cancel", request_id=waiting.pop(choose.randrange(len(waiting))))
-    for name in waiting:
+    names = []
+
+    def cancel(name: str) -> None:
+        waiting.remove(name)
         cluster.ask("decode", do="cancel", request_id=name)
+
+    for i in range(200):
+        if i % 10 == 0:
+            names.append(cluster.held_pull())
+            cluster.ask("decode", do="cancel", request_id=names[-1])
+            cluster.let_go()
+            continue
+        prompt = PROMPT[: choose.randint(2, 200)]
+        names.append(cluster.submit(cluster.offer(prompt), prompt))
+        waiting.append(names[-1])
+        for _ in range(choose.randrange(4)):
+            cluster.ask("decode", do="status")
+        while waiting and choose.random() < 0.6:
+            cancel(choose.choice(waiting))
+    for name in tuple(waiting):
+        cancel(name)
     cluster.require_whole()
-    assert cluster.serves(tokens)
+    results = [cluster.result(name) for name in names]
+    ended = Counter((r["finished"], len(r["tokens"]) == NEW_TOKENS, r["error"]) for r in results)
+    assert set(ended) <= {("cancelled", False, ""), ("length", True, "")}
+    assert ended["cancelled", False, ""] >= 100, ended
+    assert cluster.metric("decode", PULLS_ABORTED) - aborted >= 20
+    cluster.require_service(tokens)
 
 
 @pytest.mark.parametrize(("role", "lost"), [("decode", "Claim"), ("prefill", "ClaimReply")])
@@ -228,16 +288,20 @@ def test_bytes_that_arrived_without_a_proof_give_no_token(
     require_no_token(cluster.result(cluster.submit(cluster.offer())), "not complete")
     drop.unlink()
     cluster.require_whole()
-    assert cluster.serves(tokens)
+    cluster.require_service(tokens)
 
 
 def test_a_lost_release_costs_the_producer_no_more_than_the_lease(cluster: Cluster, tokens: tuple[int, ...]) -> None:
     """The request is served; the producer's blocks come back when the lease is over."""
     drop = cluster.switch("decode", "drop", "Release")
-    assert cluster.serves(tokens)
+    expired = cluster.metric("prefill", LEASES_EXPIRED)
+    answer = cluster.result(cluster.submit(cluster.offer()))
+    assert (answer["tokens"], answer["transferred_tokens"]) == (list(tokens), len(PROMPT) - 1)
     assert cluster.ask("prefill", do="status")["leases"] == 1
     drop.unlink()
     cluster.require_whole()
+    assert cluster.metric("prefill", LEASES_EXPIRED) == expired + 1
+    cluster.require_service(tokens)
 
 
 def test_a_side_channel_that_stops_answering_fails_its_own_request_only(
@@ -247,38 +311,42 @@ def test_a_side_channel_that_stops_answering_fails_its_own_request_only(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hand_off = cluster.offer()
         lost = cluster.submit({**hand_off, "remote_port": silent.getsockname()[1]})
-        assert cluster.serves(tokens)
+        answer = cluster.result(cluster.submit(cluster.offer()))
+        assert (answer["tokens"], answer["transferred_tokens"]) == (list(tokens), len(PROMPT) - 1)
         require_no_token(cluster.result(lost), "no reply")
     cluster.require_whole()
+    cluster.require_service(tokens)
 
 
 def test_a_producer_that_freezes_mid_pull_gives_no_token_and_serves_again_when_it_thaws(
     cluster: Cluster, tokens: tuple[int, ...]
 ) -> None:
-    """Its memory can still be read; nobody answers for it."""
-    name = cluster.held_pull()
-    cluster.signal("prefill", signal.SIGSTOP)
+    """The request fails at its deadline; its blocks stay until the read is quiet, because its bytes do land when the
+    producer goes on; meanwhile the consumer serves what needs no producer, from other blocks."""
+    name = cluster.frozen_pull()
     try:
-        cluster.let_go()
-        require_no_token(cluster.result(name))
+        require_no_token(cluster.result(name), "not complete within")
+        alone = cluster.result(cluster.submit(None))
+        assert (alone["tokens"], alone["recomputed_tokens"]) == (list(tokens), len(PROMPT) - 1)
+        assert cluster.free_blocks("decode") < NUM_BLOCKS - 1
     finally:
-        cluster.signal("prefill", signal.SIGCONT)
+        cluster.go_on("prefill")
     cluster.require_whole()
-    assert cluster.serves(tokens)
+    cluster.require_service(tokens)
 
 
 def test_a_producer_killed_mid_pull_leaves_a_consumer_that_serves_its_successor(
     cluster: Cluster, tokens: tuple[int, ...]
 ) -> None:
-    """The successor has the port and another engine id; hand-offs of the old one are refused by both names."""
+    """Its read is under way and ends with it. The successor has the port and another engine id; hand-offs of the old
+    one are refused by both names."""
     stale = cluster.offer()
-    name = cluster.held_pull()
+    name = cluster.frozen_pull()
     cluster.kill("prefill")
-    cluster.let_go()
     require_no_token(cluster.result(name))
-    eventually(lambda: cluster.is_whole("decode"), "all blocks of decode are free")
+    cluster.require_whole("decode")
     cluster.start()
-    assert cluster.serves(tokens)
+    cluster.require_service(tokens)
     successor = cluster.servers["prefill"].facts["engine_id"]
     refused = cluster.result(cluster.submit({**stale, "remote_port": cluster.prefill_port}))
     require_no_token(refused, stale["remote_engine_id"], successor)
@@ -288,32 +356,22 @@ def test_a_producer_killed_mid_pull_leaves_a_consumer_that_serves_its_successor(
 def test_a_consumer_killed_mid_pull_leaves_a_producer_that_serves_its_successor(
     cluster: Cluster, tokens: tuple[int, ...]
 ) -> None:
-    """The dead reader's lease runs out."""
+    """It dies with its read posted and the bytes on their way to it; the dead reader's lease runs out.
+
+    Not tried: a producer that has yet to answer a read over TCP when its reader dies. UCX 1.23 ends the producer's
+    process then ("Fatal: unexpected error: Endpoint timeout").
+    """
+    expired = cluster.metric("prefill", LEASES_EXPIRED)
     cluster.held_pull()
+    cluster.switch("decode", "stop")
+    cluster.let_go()
+    eventually((cluster.folder / "decode" / "flying").exists, "a read that is posted")
+    assert cluster.ask("prefill", do="status")["leases"] == 1
     cluster.kill("decode")
-    eventually(lambda: cluster.is_whole("prefill"), "all blocks of prefill are free")
+    cluster.require_whole("prefill")
+    assert cluster.metric("prefill", LEASES_EXPIRED) == expired + 1
     cluster.start()
-    assert cluster.serves(tokens)
-    cluster.require_whole()
-
-
-@pytest.mark.slow
-def test_a_read_that_is_stuck_in_the_network_is_let_go_of(tmp_path: Path, tokens: tuple[int, ...]) -> None:
-    """Over TCP a frozen producer's bytes cannot be read at all: the blocks come back all the same."""
-    cluster = Cluster(tmp_path, env={"UCX_TLS": "tcp,self"})
-    try:
-        cluster.start()
-        assert cluster.serves(tokens)
-        name = cluster.held_pull()
-        cluster.signal("prefill", signal.SIGSTOP)
-        cluster.let_go()
-        require_no_token(cluster.result(name))
-        eventually(lambda: cluster.is_whole("decode"), "all blocks of decode are free")
-        cluster.signal("prefill", signal.SIGCONT)
-        cluster.require_whole()
-        assert cluster.serves(tokens)
-    finally:
-        cluster.stop()
+    cluster.require_service(tokens)
 
 
 def test_a_server_that_cannot_start_says_why() -> None:
