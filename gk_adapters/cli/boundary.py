@@ -38,6 +38,7 @@ _GK_TOLERANCE = 1e-4
 @click.option("--block-size", type=click.IntRange(16, 256), default=128, show_default=True, help="With --spawn.")
 @click.option("--window", type=click.IntRange(1), default=128, show_default=True, help="To name the rule's lengths.")
 @click.option("--native-decode", is_flag=True, help="With --spawn: no giga kernel on the decode server.")
+@click.option("--stock-polling", is_flag=True, help="With stock on a CPU: let NIXL keep a core busy, as vLLM does.")
 @click.option("--cpu-cache-gib", type=click.IntRange(1), default=1, show_default=True, help="With --spawn, on a CPU.")
 @click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="With --spawn: folder for server logs.")
 @click.option("--extra", multiple=True, metavar="ARG", help="With --spawn: passed on to vLLM; may be given often.")
@@ -60,6 +61,7 @@ def boundary(
     block_size: int,
     window: int,
     native_decode: bool,
+    stock_polling: bool,
     cpu_cache_gib: int,
     logs: Path | None,
     extra: tuple[str, ...],
@@ -110,6 +112,7 @@ def boundary(
             gk_decode=not native_decode,
             # vLLM's own rounding differs between cached and uncached prompts in bfloat16 by more than the fault.
             prefix_caching=not stock,
+            nixl_polling=not stock or stock_polling,
             cpu_cache_gib=cpu_cache_gib,
             # Three servers that each took all cores would wait for one another.
             cpu_cores="nobind",

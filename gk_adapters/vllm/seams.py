@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -115,9 +116,10 @@ def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> An
 
 @contextlib.contextmanager
 def without_progress_thread() -> Iterator[None]:
-    """While a stock worker makes its NIXL agent on a CPU: no thread of NIXL's own, which would take a core for itself.
+    """While a stock worker makes its NIXL agent on a CPU: no thread of NIXL's own, and the process keeps its cores.
 
-    vLLM reads the agent's config class from its module and offers no setting.
+    The thread would take a core for itself, the very one to which the worker pins itself. vLLM reads the agent's config
+    class from its module and offers no setting.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
     from vllm.platforms import current_platform
@@ -127,8 +129,10 @@ def without_progress_thread() -> Iterator[None]:
     if stock is None or current_platform.device_type != "cpu":
         yield
         return
+    cores = os.sched_getaffinity(0)
     module.nixl_agent_config = functools.partial(stock, enable_prog_thread=False)
     try:
         yield
     finally:
         module.nixl_agent_config = stock
+        os.sched_setaffinity(0, cores)

@@ -51,6 +51,7 @@ class ServerSettings:
         missing_kv: gk_missing_kv of a giga-kernel engine.
         on_failed_pull: vLLM's kv_load_failure_policy: recompute or fail.
         prefix_caching: vLLM's prefix cache.
+        nixl_polling: of the stock connector on a CPU: whether NIXL polls on a thread of its own, a busy core.
         lease_seconds: how long a prefill server keeps KV for a reader.
         cpu_cache_gib, cpu_cores: vLLM's settings for a CPU; None leaves its own defaults.
         extra: arguments passed on as they are.
@@ -75,6 +76,7 @@ class ServerSettings:
     missing_kv: str = "replay"
     on_failed_pull: str = "recompute"
     prefix_caching: bool = True
+    nixl_polling: bool = True
     lease_seconds: int = 30
     cpu_cache_gib: int | None = None
     cpu_cores: str | None = None
@@ -122,8 +124,11 @@ def server_arguments(settings: ServerSettings) -> list[str]:
 
 
 def _transfer_config(s: ServerSettings) -> dict[str, object]:
+    quiet = s.connector is Connector.STOCK and not s.nixl_polling
+    name = "GkNixlConnector" if s.connector is Connector.GK else "QuietNixlConnector" if quiet else "NixlConnector"
     return {
-        "kv_connector": "GkNixlConnector" if s.connector is Connector.GK else "NixlConnector",
+        "kv_connector": name,
+        **({"kv_connector_module_path": "gk_adapters.vllm.quiet_stock"} if quiet else {}),
         "kv_role": "kv_producer" if s.kind is ServerKind.PREFILL else "kv_consumer",
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": s.on_failed_pull,

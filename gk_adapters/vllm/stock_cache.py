@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import queue
 import time
 from collections.abc import Mapping
@@ -192,11 +191,8 @@ class _GuardedWorker(seams.PullWorker):  # type: ignore[misc]
     _reqs_to_send: dict[str, float]
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
-        cores = os.sched_getaffinity(0)
         with seams.without_progress_thread():
             super().__init__(vllm_config, engine_id, kv_cache_config)
-        if self.device_type == "cpu":
-            os.sched_setaffinity(0, cores)
         self._gk_lease_seconds = connector_settings(vllm_config.kv_transfer_config).lease_seconds
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         slides = any(getattr(spec, "sliding_window", None) is not None for spec in specs)

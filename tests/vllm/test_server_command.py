@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 from click.testing import CliRunner
 
 from gk_adapters.cli.serve import serve
@@ -108,3 +109,15 @@ def test_a_port_out_of_range_is_refused(port: int) -> None:
     """Before anything starts."""
     with pytest.raises(RequestError, match=r"port must be 1\.\.65535"):
         ServerSettings(kind=ServerKind.PREFILL, model="m", port=port)
+
+
+def test_the_stock_connector_polls_as_vllm_does_unless_told_not_to() -> None:
+    """Told not to, it is vLLM's own class but for that."""
+    stock = ServerSettings(kind=ServerKind.PREFILL, model="m", connector=Connector.STOCK)
+    quiet = flags(evolve(stock, nixl_polling=False))["--kv-transfer-config"]
+    assert flags(stock)["--kv-transfer-config"]["kv_connector"] == "NixlConnector"
+    assert (quiet["kv_connector"], quiet["kv_connector_module_path"]) == (
+        "QuietNixlConnector", "gk_adapters.vllm.quiet_stock",
+    )  # fmt: skip
+    gk = flags(ServerSettings(kind=ServerKind.PREFILL, model="m", nixl_polling=False))["--kv-transfer-config"]
+    assert gk["kv_connector"] == "GkNixlConnector"
