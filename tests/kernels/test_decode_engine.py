@@ -19,10 +19,12 @@ from gk_adapters.torch_model import load_torch_model
 from gk_core.errors import MissingDependencyError
 from gk_core.kv_spec import KVDtype
 from gk_core.metrics import NullMetrics
+from gk_kernels.simulator.install import real_nki_present
 from tests.hf_models import make_hf_checkpoint
 from tools.recall_prompts import make_prompt
 
 MODEL = Path(__file__).parents[2] / "models" / "tiny-recall"
+NO_SDK = pytest.mark.skipif(real_nki_present(), reason="the Neuron SDK is installed here")
 VOCABULARY = 199
 """Of the random models."""
 
@@ -108,6 +110,7 @@ def _command(*flags: str) -> Result:
     return CliRunner().invoke(decode, given, standalone_mode=False, catch_exceptions=False)
 
 
+@NO_SDK
 def test_gk_decode_runs_the_giga_kernel_and_says_where() -> None:
     """The same tokens as Hugging Face, and an honest label."""
     answer: dict[str, Any] = json.loads(_command("--kernel", "nki", "--compare-hf", "--json").stdout)
@@ -116,6 +119,7 @@ def test_gk_decode_runs_the_giga_kernel_and_says_where() -> None:
     assert "kernel: nki on the simulator" in _command("--kernel", "nki-simulator").output
 
 
+@NO_SDK
 def test_a_device_that_is_not_there_is_refused_with_what_to_install() -> None:
     """By force, where the packages are missing."""
     with pytest.raises(
