@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,6 +177,16 @@ class TestClaim:
         assert (reply.verdict, reply.valid_seconds) == (verdict, 0.0)
         assert book.live == before
         assert book.ignored == {verdict: 1}
+
+    def test_a_claim_for_other_blocks_or_tokens_than_were_offered_is_refused(self) -> None:
+        """Told by the digest; it binds the lease to nobody, and the honest reader is served."""
+        book = make_book()
+        book.grant(request_id="r", blocks=BLOCKS, now=0.0, ttl=30.0, digest="offered")
+        for digest in ("", "altered"):
+            claim = evolve(make_claim(reader=make_reader("liar")), digest=digest)
+            assert book.claim(claim, now=1.0).verdict is ClaimVerdict.WRONG_OFFER
+        assert [(x.reader, x.expires_at) for x in book.live] == [(None, 30.0)]
+        assert book.claim(evolve(make_claim(), digest="offered"), now=2.0).verdict is ClaimVerdict.HELD
 
     def test_a_claim_after_the_end_is_refused_by_how_the_lease_ended(self) -> None:
         """Expired, used, withdrawn, forgotten: four verdicts."""
