@@ -22,6 +22,7 @@ __all__ = ["boundary"]
 
 _STOCK_TOLERANCE = 1e-3
 _GK_TOLERANCE = 1e-4
+_STOCK_CONFIRMATIONS = 4
 
 
 @click.command()
@@ -47,6 +48,12 @@ _GK_TOLERANCE = 1e-4
 @click.option("--max-token-id", type=click.IntRange(4), default=500, show_default=True)
 @click.option("--shared-prefix", is_flag=True, help="Prompts begin alike, so that prefix caches find something.")
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Of each prompt.")
+@click.option(
+    "--confirm",
+    type=click.IntRange(0),
+    default=None,
+    help="Other prompts at each length that differs, to tell a fault from rounding; 4 for stock, else 0.",
+)
 @click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="Prompts under way at once.")
 @json_option
 @click.pass_context
@@ -70,6 +77,7 @@ def boundary(
     max_token_id: int,
     shared_prefix: bool,
     repeats: int,
+    confirm: int | None,
     workers: int,
     as_json: bool,
 ) -> None:
@@ -91,6 +99,7 @@ def boundary(
         shared_prefix=shared_prefix,
         repeats=repeats,
         workers=workers,
+        confirm=(_STOCK_CONFIRMATIONS if stock else 0) if confirm is None else confirm,
     )
     out = console()
 
@@ -152,6 +161,8 @@ def _print_report(report: SweepReport, as_json: bool, block_size: int, window: i
     out.print(f"connector: {report.connector}")
     out.print(f"lengths checked: {len(report.results)}")
     out.print(f"largest log-probability difference: {report.max_logprob_difference:.3g}")
+    if report.rounding_lengths:
+        out.print(f"rounding, with one prompt and not with most others: {', '.join(map(str, report.rounding_lengths))}")
     if not report.differing_lengths:
         out.print("no length differs")
         return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from gk_adapters.vllm.served import post_json
 from gk_core.errors import RequestError, TransferError
@@ -55,6 +55,8 @@ class SweepSettings:
         repeats: how often each prompt goes through prefill and decode.
         workers: prompts under way at once.
         seed: of the prompts.
+        confirm: other prompts to send at each length that differs. A lost block shows with every prompt of its length;
+            rounding, which in bfloat16 now and then turns an expert choice, with few. 0: every difference counts.
     """
 
     lengths: tuple[int, ...]
@@ -65,6 +67,7 @@ class SweepSettings:
     repeats: int = 1
     workers: int = 1
     seed: int = 0
+    confirm: int = 0
 
 
 @frozen(kw_only=True)
@@ -78,6 +81,7 @@ class LengthResult:
         transferred: whether the prefill server offered KV.
         generation: whether the offer carried a lease's generation, as gk's do.
         error: what a server answered instead; empty when all answered.
+        is_rounding: it differs, and other prompts of its length do not.
     """
 
     length: int
@@ -86,6 +90,11 @@ class LengthResult:
     transferred: bool = False
     generation: bool = False
     error: str = ""
+    is_rounding: bool = False
+
+    def differs(self, tolerance: float) -> bool:
+        """Whether it was answered with other tokens, other log-probabilities, or an error."""
+        return bool(self.error) or not self.tokens_equal or not self.logprob_difference <= tolerance
 
 
 @frozen(kw_only=True)
@@ -97,12 +106,13 @@ class SweepReport:
 
     @property
     def differing_lengths(self) -> tuple[int, ...]:
-        """Lengths whose tokens or log-probabilities differ, or that ended in an error."""
-        return tuple(
-            r.length
-            for r in self.results
-            if r.error or not r.tokens_equal or not r.logprob_difference <= self.tolerance
-        )
+        """Lengths whose tokens or log-probabilities differ, by more than rounding, or that ended in an error."""
+        return tuple(r.length for r in self.results if r.differs(self.tolerance) and not r.is_rounding)
+
+    @property
+    def rounding_lengths(self) -> tuple[int, ...]:
+        """Lengths at which one prompt was answered differently and most others were not."""
+        return tuple(r.length for r in self.results if r.is_rounding)
 
     @property
     def max_logprob_difference(self) -> float:
@@ -111,7 +121,7 @@ class SweepReport:
 
     @property
     def rounding(self) -> float:
-        """Largest difference that counted as equal: how far the faults that were found stand above it."""
+        """Largest difference at lengths that do not count as differing."""
         wrong = set(self.differing_lengths)
         return max((r.logprob_difference for r in self.results if r.length not in wrong), default=0.0)
 
@@ -129,6 +139,7 @@ class SweepReport:
             "max_logprob_difference": self.max_logprob_difference,
             "connector": self.connector,
             "rounding": self.rounding,
+            "rounding_lengths": list(self.rounding_lengths),
             "tolerance": self.tolerance,
             "logprob_differences": {str(r.length): r.logprob_difference for r in self.results if r.logprob_difference},
             "errors": {str(r.length): r.error for r in self.results if r.error},
@@ -169,7 +180,7 @@ def sweep(
             post_json(f"{url}/v1/completions", _body(targets, prompt_of(settings, _WARM_UP_TOKENS), 1))
     with ThreadPoolExecutor(settings.workers) as threads:
         results: list[LengthResult] = []
-        for result in threads.map(lambda n: _check(targets, settings, n), settings.lengths):
+        for result in threads.map(lambda n: _check_and_confirm(targets, settings, n), settings.lengths):
             results.append(result)
             if on_result is not None:
                 on_result(result)
@@ -187,6 +198,17 @@ def prompt_of(settings: SweepSettings, length: int) -> list[int]:
 class _Answer:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+
+
+def _check_and_confirm(targets: Targets, settings: SweepSettings, length: int) -> LengthResult:
+    result = _check(targets, settings, length)
+    if result.error or not settings.confirm or not result.differs(settings.tolerance):
+        return result
+    others = [
+        _check(targets, evolve(settings, seed=settings.seed + 1 + i), length).differs(settings.tolerance)
+        for i in range(settings.confirm)
+    ]
+    return evolve(result, is_rounding=sum(others) < 0.75 * len(others))
 
 
 def _check(targets: Targets, settings: SweepSettings, length: int) -> LengthResult:

@@ -33,12 +33,14 @@ class Upstream:
     Attributes:
         offer: transfer parameters of prefill answers.
         wrong: {length: (token offset, log-probability offset)} of decode answers.
+        wrong_once: lengths of `wrong` of which only the first prompt is answered so.
         broken: lengths that the decode server answers with 500.
     """
 
     def __init__(self) -> None:
         self.offer: dict[str, Any] | None = {"do_remote_prefill": True, "remote_generation": 7}
         self.wrong: dict[int, tuple[int, float]] = {}
+        self.wrong_once: dict[int, list[int]] = {}
         self.broken: set[int] = set()
         self.seen: list[dict[str, Any]] = []
 
@@ -48,7 +50,10 @@ class Upstream:
         tokens, logprobs = [length % 97, 5, 6], [-0.5, -0.25, -0.125]
         if params and params.get("do_remote_decode"):
             return {"choices": [{}], "kv_transfer_params": self.offer}
-        if params and length in self.wrong:
+        once = self.wrong_once.get(length)
+        if once == []:
+            once.extend(body["prompt"])
+        if params and length in self.wrong and once in (None, body["prompt"]):
             token, difference = self.wrong[length]
             tokens, logprobs = [tokens[0], tokens[1] + token, 6], [-0.5, -0.25 - difference, -0.125]
         return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}]}
@@ -91,7 +96,7 @@ def test_equal_answers_are_no_difference() -> None:
         report = sweep(targets(url), SweepSettings(lengths=(1, 5, 255), workers=2))
     assert report.as_json() == {
         "lengths_checked": [1, 5, 255], "differing_lengths": [], "max_logprob_difference": 0.0, "connector": "gk",
-        "rounding": 0.0, "tolerance": 1e-4, "logprob_differences": {}, "errors": {},
+        "rounding": 0.0, "rounding_lengths": [], "tolerance": 1e-4, "logprob_differences": {}, "errors": {},
     }  # fmt: skip
 
 
@@ -109,6 +114,20 @@ def test_other_tokens_log_probabilities_and_errors_are_each_a_difference() -> No
     assert report.as_json()["logprob_differences"] == {"256": pytest.approx(0.03), "258": pytest.approx(5e-5)}
     assert report.as_json()["rounding"] == pytest.approx(5e-5)
     assert "answered 500" in report.as_json()["errors"]["257"]
+
+
+def test_what_other_prompts_of_a_length_do_not_show_is_rounding() -> None:
+    """255 is off with every prompt, 100 with the first of five; without confirmation both count."""
+    upstream = Upstream()
+    upstream.wrong = {255: (0, 0.1), 100: (1, 0.05)}
+    upstream.wrong_once = {100: []}
+    with serving(upstream) as url:
+        report = sweep(targets(url), SweepSettings(lengths=(99, 100, 255), confirm=4))
+        upstream.wrong_once = {100: []}
+        strict = sweep(targets(url), SweepSettings(lengths=(99, 100, 255)))
+    assert (report.differing_lengths, report.rounding_lengths) == ((255,), (100,))
+    assert report.rounding == pytest.approx(0.05)
+    assert (strict.differing_lengths, strict.rounding_lengths) == ((100, 255), ())
 
 
 def test_the_offer_is_passed_on_whole_and_repeats_are_prefilled_anew() -> None:

@@ -18,7 +18,7 @@ from openai import OpenAI
 from gk_adapters.random_checkpoint import SMALL, write_random_checkpoint
 from tests.vllm.deployment import Deployment, running_deployment
 
-pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 VOCABULARY = 201_088
 
@@ -60,9 +60,10 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 def ask(url: str, model: str, question: str, **more: Any) -> Any:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        return client.chat.completions.create(
+        answer = client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=6, **more
         )
+        return list(answer) if more.get("stream") else answer
 
 
 @pytest.mark.parametrize("words", [1, 60, 61, 62, 63, 64, 200])

@@ -230,6 +230,29 @@ def test_a_dead_producer_fails_its_pulls_and_no_others() -> None:
     assert_arrived(consumer, order, stamped)
 
 
+def test_a_producer_that_was_started_again_under_its_name_is_found_again() -> None:
+    """The old start's agent is gone: at most the first pull fails, and by name; the next has the new start's bytes."""
+    pair = Pair()
+    first, consumer = ProducerWorker(pair), ConsumerWorker(pair)
+    hand_off, lease, _ = first.offer(40, request_id="p")
+    first.leases.grant(lease)
+    consumer.pulls.start(consumer.order(consumer.offered(hand_off, request_id="before")))
+    pair.run(first, consumer, rounds=6, seconds=0.5)
+    assert consumer.results["before"].reason == ""
+    pair.fabric.kill("prefill")
+    pair.board.hang_up(first.endpoint)
+    again = ProducerWorker(pair)
+    for request_id in ("d1", "d2"):
+        hand_off, lease, stamped = again.offer(40, request_id=request_id)
+        again.leases.grant(lease)
+        order = consumer.order(consumer.offered(hand_off, request_id=request_id))
+        consumer.pulls.start(order)
+        pair.run(again, consumer, rounds=8, seconds=0.5)
+    assert consumer.results["d1"].reason == "" or consumer.results["d1"].missing_ids
+    assert consumer.results["d2"].reason == ""
+    assert_arrived(consumer, order, stamped)
+
+
 @pytest.mark.parametrize("keep_asking", [False, True])
 def test_a_producer_that_is_not_there_yet_is_asked_again_where_asked_to(keep_asking: bool) -> None:
     """pull_again finds it once it is up; otherwise the first failure is the answer."""
