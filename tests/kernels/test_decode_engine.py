@@ -74,6 +74,7 @@ def test_an_engine_over_the_giga_kernel_gives_the_torch_kernels_tokens(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_64_new_tokens_of_the_shipped_model_are_the_torch_kernels() -> None:
     """float32, four-bit experts: windows leave blocks behind on the way."""
     _check(MODEL, (255, 100), 64, KVDtype.FP32)
