@@ -126,10 +126,13 @@ class FakeFabric:
     Args:
         rates: faults for everything that is not scripted.
         seed: of the fabric's random choices.
+        disconnect_ends_reads: whether a read under way ends when its peer is disconnected. NIXL cannot end one: off, it
+            goes on until it ends by itself or one of its sides dies.
     """
 
-    def __init__(self, *, rates: FaultRates | None = None, seed: int = 0) -> None:
+    def __init__(self, *, rates: FaultRates | None = None, seed: int = 0, disconnect_ends_reads: bool = True) -> None:
         self.rates = rates or FaultRates()
+        self.disconnect_ends_reads = disconnect_ends_reads
         self._random = random.Random(seed)
         self._agents: dict[str, FakeTransport] = {}
         self._incarnations: dict[str, int] = {}

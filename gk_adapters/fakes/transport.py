@@ -159,7 +159,7 @@ class FakeTransport(KVTransport, NoticePort):
     def disconnect(self, *, peer: PeerKey) -> None:
         """See `KVTransport.disconnect`."""
         self._peers.pop(peer, None)
-        for key, read in list(self._pending):
+        for key, read in list(self._pending) if self._fabric.disconnect_ends_reads else []:
             if key == peer:
                 read.abandon()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from gk_adapters.fakes import FakeBlockPool, FaultRates, NoticeFate, ReadFate
+from gk_adapters.fakes import FakeBlockPool, FakeFabric, FaultRates, NoticeFate, ReadFate
 from gk_adapters.peer_directory import NoticeMailbox
 from gk_core.decode_request import (
     DecodeRequest,
@@ -25,6 +25,7 @@ from gk_core.lease import EndedLease, LeaseEnd
 from gk_core.metrics import (
     DECODE_STEPS,
     NOTICES_IGNORED,
+    PEERS_LOST,
     PULL_BYTES,
     PULL_READS,
     PULL_RETRIES,
@@ -652,6 +653,26 @@ class TestProducerTrouble:
         consumer.engine.submit(make_request(offer(producer, prompt, "again"), prompt, request_id="s"))
         world.run([producer], [consumer])
         assert consumer.emitted("s") == world.expected(prompt, 5, consumer.cache.layout)
+
+    def test_blocks_stay_while_a_transport_that_cannot_take_reads_back_may_write_to_them(self) -> None:
+        """Let go of at 40 s and still held at 400; then the peer dies, and they come back."""
+        world = World(fabric=FakeFabric(disconnect_ends_reads=False))
+        producer, consumer = world.producer(), world.consumer()
+        world.fabric.script_reads(STALL)
+        prompt = make_tokens(20)
+        consumer.engine.submit(make_request(offer(producer, prompt), prompt))
+        consumer.poll()
+        held = consumer.pool.num_free_blocks()
+        for _ in range(10):
+            world.clock.advance(40.0)
+            consumer.poll()
+        assert len(consumer.finished("r")) == 1
+        assert consumer.pool.num_free_blocks() == held < consumer.total
+        assert consumer.metrics.counts[PEERS_LOST] == 2
+        world.fabric.kill("prefill")
+        consumer.poll()
+        assert all_free(consumer)
+        assert not consumer.engine.has_work
 
     def test_a_read_that_never_ends_takes_no_other_read_with_it(self) -> None:
         """While another pull from the same peer is under way, the peer is kept."""

@@ -44,7 +44,7 @@ class Schedule:
             notice_delay=rng.choice([0, 3]),
         )
         self.checksums = rates.read_lies > 0.0 or rng.random() < 0.3
-        self.world = World(fabric=FakeFabric(rates=rates, seed=seed))
+        self.world = World(fabric=FakeFabric(rates=rates, seed=seed, disconnect_ends_reads=rng.choice([True, False])))
         self.starts = 0
         self.producers = {name: self.start_producer(name) for name in ("p0", "p1")[: rng.choice([1, 2])]}
         self.consumers = [self.start_consumer(name) for name in ("d0", "d1")[: rng.choice([1, 1, 2])]]
@@ -111,15 +111,18 @@ class Schedule:
         elif action == "withdraw" and self.offers:
             producer.engine.cancel(request_id=rng.choice(self.offers).hand_off.request_id)
         elif action == "restart":
-            name = rng.choice(list(self.producers))
-            self.world.fabric.kill(name)
-            self.producers[name].server.close()
-            self.producers[name] = self.start_producer(name)
+            self.restart(rng.choice(list(self.producers)))
         elif action == "crash":
             self.crash(index)
         elif action == "time":
             self.world.clock.advance(rng.choice([0.5, 2.0, 12.0]))
         self.poll()
+
+    def restart(self, name: str) -> None:
+        """A producer dies and comes back."""
+        self.world.fabric.kill(name)
+        self.producers[name].server.close()
+        self.producers[name] = self.start_producer(name)
 
     def crash(self, index: int) -> None:
         """A consumer dies and comes back; its requests died with it, and what they had said was right."""
@@ -192,9 +195,13 @@ class Schedule:
         return evolve(hand_off, groups=tuple(groups))
 
     def wind_down(self) -> None:
-        """The network turns perfect, time passes, and all come home; stalled reads too, once their peer is let go."""
+        """The network turns perfect, time passes, and all come home; stalled reads too, once their peer is let go, or
+        has been started anew where letting go ends no read."""
         self.world.fabric.rates = FaultRates()
-        for _ in range(200):
+        for turn in range(200):
+            if turn == 100 and not self.world.fabric.disconnect_ends_reads:
+                for name in self.producers:
+                    self.restart(name)
             self.poll()
             self.world.clock.advance(0.5)
             if not any(c.engine.has_work for c in self.consumers):
