@@ -11,6 +11,8 @@ DEMO_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NEXT := .venv-vllm-next
+NEXT_READY := $(NEXT)/.ready
 PACKAGES := gk_core gk_kernels gk_adapters
 MODEL := models/tiny-recall
 export HF_HUB_OFFLINE = 1
@@ -18,7 +20,7 @@ export TOKENIZERS_PARALLELISM = false
 # The tests' and the demo's tensors are small: one thread is faster than two that wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test test-all lint types unit bench clean
+.PHONY: env demo test test-all test-vllm-next lint types unit bench clean
 
 env: $(READY)
 
@@ -52,8 +54,20 @@ test: lint types unit
 test-all: lint types
 	$(BIN)/python -m pytest
 
+# What of gk runs on a later vLLM, in an environment of its own (4 GB); no part of `make test`.
+test-vllm-next: $(NEXT_READY)
+	$(NEXT)/bin/python -m pytest tests/vllm_next tests/vllm -m "not slow"
+
+$(NEXT_READY): pyproject.toml requirements/vllm-next.txt
+	test -x $(NEXT)/bin/python || $(PYTHON) -m venv $(NEXT)
+	$(NEXT)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/vllm-next.txt
+	$(NEXT)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(NEXT)/bin/python -m pip install --quiet --no-deps nixl-cu12==1.5.1 nixl==1.5.1
+	$(NEXT)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(NEXT_READY)
+
 bench: env
 	$(BIN)/gk bench all
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(NEXT) build dist *.egg-info

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from gk_adapters.vllm.hma import HmaPlanner, planning_config
+from gk_adapters.vllm.versions import Era, served_era
 from gk_core.block_table import NULL_BLOCK_ID, BlockId, BlockTable
 from gk_core.errors import CapacityError, LayoutError
 from gk_core.kv_spec import KVDtype, honest_specs
@@ -180,17 +181,23 @@ def _worker_tables(block_size: int, num_rows: int) -> Any:
 
     current_platform.import_kernels()
 
-    module = importlib.import_module("vllm.v1.worker.block_table")
+    module: Any = importlib.import_module("vllm.v1.worker.block_table")
     # What vLLM's CPU runner does at start-up: its C++ kernel in place of the Triton one.
-    module._compute_slot_mapping_kernel = cpu_triton_utils.compute_slot_mapping_kernel  # type: ignore[attr-defined]
+    sizes: dict[str, list[int]] = {}
+    if served_era() is Era.SHAPES:
+        module._compute_slot_mapping_kernel = cpu_triton_utils.compute_slot_mapping_kernel
+        sizes["kernel_block_sizes"] = [block_size, block_size]
+    else:
+        platform: Any = current_platform
+        platform.register_triton_kernel_overrides()
     tables = module.MultiGroupBlockTable(
         max_num_reqs=num_rows,
         max_num_batched_tokens=_MAX_BATCHED,
         pin_memory=False,
         device=torch.device("cpu"),
         block_sizes=[block_size, block_size],
-        kernel_block_sizes=[block_size, block_size],
         max_num_blocks=[-(-MAX_MODEL_LEN // block_size)] * 2,
+        **sizes,
     )
     for table in tables.block_tables:
         for buffer in (table.block_table, table.slot_mapping):
