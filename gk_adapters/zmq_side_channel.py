@@ -22,7 +22,6 @@ import ipaddress
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -53,7 +52,6 @@ MIN_KEY_BYTES = 16
 
 _MAGIC = b"GK1"
 _NONCE_BYTES = 16
-_MAX_REMEMBERED_NONCES = 100_000
 _MAX_REFUSAL_BYTES = 512
 _POLL_MILLISECONDS = 100
 _ANSWER, _REFUSAL = b"\x00", b"\x01"
@@ -192,7 +190,7 @@ class ZmqSideChannelServer(SideChannelServer):
         self._context = self._zmq.Context()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._seen: OrderedDict[bytes, float] = OrderedDict()
+        self._seen: dict[int, set[bytes]] = {}
         self.num_dropped = 0
         """Messages that were not answered because they were not ours."""
 
@@ -271,16 +269,20 @@ class ZmqSideChannelServer(SideChannelServer):
         return [_MAGIC, nonce, status, answer, _tag(self._key, b"A", nonce, status, answer)]
 
     def _is_fresh(self, nonce: bytes, stamp: bytes) -> bool:
-        now = time.time()
-        if abs(now - int.from_bytes(stamp, "big") / 1000) > MAX_SKEW_SECONDS or nonce in self._seen:
+        """Whether a genuine request is of this time and was not seen before.
+
+        A replay has the stamp of what it repeats, so nonces are kept by the second of their stamp, for twice as long as
+        that can pass: clocks are set back at times. Only holders of the key get here, so nothing limits their number.
+        """
+        now, stamped = time.time(), int.from_bytes(stamp, "big") / 1000
+        if abs(now - stamped) > MAX_SKEW_SECONDS:
             return False
-        # A nonce must be remembered for as long as its stamp can pass; stamps may lie ahead by the skew.
-        horizon = now - 2 * MAX_SKEW_SECONDS
-        while self._seen and next(iter(self._seen.values())) < horizon:
-            self._seen.popitem(last=False)
-        if len(self._seen) >= _MAX_REMEMBERED_NONCES:
+        for second in [s for s in self._seen if s < now - 2 * MAX_SKEW_SECONDS]:
+            del self._seen[second]
+        of_second = self._seen.setdefault(int(stamped), set())
+        if nonce in of_second:
             return False
-        self._seen[nonce] = now
+        of_second.add(nonce)
         return True
 
 

@@ -157,6 +157,28 @@ def test_a_recorded_request_cannot_be_replayed(server: ZmqSideChannelServer) -> 
     assert server.num_dropped == 3
 
 
+def test_many_genuine_requests_are_answered_and_none_of_them_twice(server: ZmqSideChannelServer) -> None:
+    """100,500 within the time that a nonce is remembered, as a busy client asks; then the first and the last again."""
+    now = time.time()
+    requests = [signed(i.to_bytes(16, "big"), now - 30 + i % 60, b"x") for i in range(100_500)]
+    assert all(server._reply(frames, reverse) for frames in requests)
+    assert server._reply(requests[0], reverse) is None
+    assert server._reply(requests[-1], reverse) is None
+
+
+def test_nonces_are_forgotten_when_their_time_can_pass_no_more(
+    server: ZmqSideChannelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two minutes later nothing of them is kept, and they are refused for their age."""
+    now = time.time()
+    old = [signed(i.to_bytes(16, "big"), now, b"x") for i in range(9)]
+    assert all(server._reply(frames, reverse) for frames in old)
+    monkeypatch.setattr(time, "time", lambda: now + 2 * MAX_SKEW_SECONDS + 2)
+    assert server._reply(signed(b"n" * 16, now + 2 * MAX_SKEW_SECONDS, b"x"), reverse)
+    assert sum(map(len, server._seen.values())) == 1
+    assert [server._reply(frames, reverse) for frames in old] == [None] * 9
+
+
 def test_other_machines_need_a_key_and_a_place_on_the_list() -> None:
     """192.0.2.0/24 is for documents; nothing is sent."""
     there = Endpoint(host="192.0.2.7", port=7002)
