@@ -171,6 +171,18 @@ def test_a_peer_with_more_blocks_than_an_index_holds_is_refused(pair: tuple[Agen
         )
 
 
+def test_a_peer_whose_regions_have_unequal_block_counts_is_refused(pair: tuple[Agent, Agent]) -> None:
+    """One number for all of them turns a block id into an index."""
+    producer, consumer = pair
+    first, second = producer.regions
+    regions = (first, region(first.base_address, 1, NUM_BLOCKS - 1))
+    assert second.num_blocks != regions[1].num_blocks
+    with pytest.raises(LayoutError, match="must all have the same number of blocks"):
+        consumer.transport.connect(
+            peer=PeerAgent(key=PeerKey(engine_id="uneven", rank=0), agent_metadata=producer.blob, regions=regions)
+        )
+
+
 def test_a_peers_regions_that_it_never_registered_are_refused_before_anything_moves(
     pair: tuple[Agent, Agent],
 ) -> None:
