@@ -122,7 +122,7 @@ def write_kernel(
 @nki.jit  # type: ignore[untyped-decorator]
 def attend_kernel(
     queries: nl.NkiTensor, keys: nl.NkiTensor, values: nl.NkiTensor, k: nl.NkiTensor, v: nl.NkiTensor,
-    sink: nl.NkiTensor, table: nl.NkiTensor, positions: nl.NkiTensor, starts: nl.NkiTensor, config: DecodeConfig,
+    sink: nl.NkiTensor, table: nl.NkiTensor, positions: nl.NkiTensor, starts: nl.NkiTensor | None, config: DecodeConfig,
 ) -> nl.NkiTensor:  # fmt: skip
     """`attention.attend` of queries [d, q, R] with own keys and values [d, kv, R] over a paged cache."""
     rows, width = table.shape

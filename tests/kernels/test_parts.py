@@ -176,19 +176,24 @@ def test_the_activation_clamps_as_gpt_oss_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "block", "kv", "kv_dtype", "packed", "g", "d"),
+    ("rows", "width", "block", "kv", "kv_dtype", "packed", "g", "d", "full"),
     [
-        pytest.param(4, 2, 128, 1, np.float32, False, 3, 32, id="two-blocks"),
-        pytest.param(3, 5, 16, 2, ml_dtypes.bfloat16, False, 8, 32, id="odd-rows-and-four-heads-in-a-column"),
-        pytest.param(8, 16, 16, 1, FP8, False, 3, 40, id="small-blocks"),
-        pytest.param(2, 131, 4, 2, np.float32, False, 1, 128, id="more-than-128-blocks"),
-        pytest.param(4, 3, 128, 2, FP8, True, 6, 64, id="packed-and-two-heads-in-a-column"),
+        pytest.param(6, 3, 32, 1, np.float32, False, 5, 32, True, id="full-layer"),
+        pytest.param(4, 2, 128, 1, np.float32, False, 3, 32, False, id="two-blocks"),
+        pytest.param(3, 5, 16, 2, ml_dtypes.bfloat16, False, 8, 32, False, id="odd-rows-and-four-heads-in-a-column"),
+        pytest.param(8, 16, 16, 1, FP8, False, 3, 40, False, id="small-blocks"),
+        pytest.param(2, 131, 4, 2, np.float32, False, 1, 128, False, id="more-than-128-blocks"),
+        pytest.param(4, 3, 128, 2, FP8, True, 6, 64, False, id="packed-and-two-heads-in-a-column"),
     ],
 )
 def test_attention_reads_exactly_the_keys_between_start_and_position(
-    rng: np.random.Generator, rows: int, width: int, block: int, kv: int, kv_dtype: Any, packed: bool, g: int, d: int
-) -> None:
-    """Shuffled tables, positions on and off block borders, sinks, own tokens; unread blocks hold NaN."""
+    rng: np.random.Generator, rows: int, width: int, block: int, kv: int, kv_dtype: Any, packed: bool, g: int, d: int,
+    full: bool,
+) -> None:  # fmt: skip
+    """Shuffled tables, positions on and off block borders, sinks, own tokens; unread blocks hold NaN.
+
+    A full layer has no starts: it reads from the first key on.
+    """
     num_blocks = rows * width + 2
     cache = rng.standard_normal((2, num_blocks, kv, block, d), np.float32).astype(kv_dtype)
     cache[:, 0] = np.nan
@@ -196,14 +201,16 @@ def test_attention_reads_exactly_the_keys_between_start_and_position(
     positions = rng.integers(1, width * block, (rows, 1)).astype(np.float32)
     positions[0], positions[-1] = 0, width * block - 1
     starts = np.floor(positions * rng.uniform(0, 1, (rows, 1))).astype(np.float32)
+    starts *= not full
     table[np.arange(width) * block >= positions] = 0  # blocks past the position are null
     k = cache[0].reshape(num_blocks, kv, block // 2, 2, d).swapaxes(3, 4) if packed else cache[0]
     q, own_k, own_v = (rng.standard_normal((d, n, rows), np.float32) for n in (g * kv, kv, kv))
     sink = rng.standard_normal((g * kv, 1), np.float32)
     config = make_config(num_q_heads=g * kv, num_kv_heads=kv, head_size=d, v_scale=0.5)
     found = run_part(
-        "attend_kernel", q, own_k, own_v, np.ascontiguousarray(k), cache[1], sink, table, positions, starts, config
-    )
+        "attend_kernel", q, own_k, own_v, np.ascontiguousarray(k), cache[1], sink, table, positions,
+        None if full else starts, config,
+    )  # fmt: skip
     # Consecutive heads lie above one another in a column of the result.
     found = found.reshape(-1, d, found.shape[1], rows).transpose(1, 2, 0, 3).reshape(d, g * kv, rows)
     for row in range(rows):
