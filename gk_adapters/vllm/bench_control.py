@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from gk_adapters.control_tensors import IncrementalControl
+from gk_adapters.vllm.versions import Era, require_era
 from gk_core.block_table import NULL_BLOCK_ID, BlockId, BlockTable
 from gk_core.decode_step import ControlShape, DecodeRow
 from gk_core.errors import MissingDependencyError
@@ -77,6 +78,7 @@ class _VLLM:
             from vllm.platforms import current_platform
         except ImportError as error:
             raise MissingDependencyError(f"bench control needs vLLM: {error}; install gk-decode[vllm]") from error
+        require_era(Era.SHAPES, "the peer of bench control")
         current_platform.import_kernels()
         block_table._compute_slot_mapping_kernel = cpu_kernels.compute_slot_mapping_kernel
         rows = len(positions)

