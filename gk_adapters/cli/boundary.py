@@ -168,7 +168,9 @@ def _print_report(report: SweepReport, as_json: bool, block_size: int, window: i
         return
     out.print(f"lengths that differ: {', '.join(map(str, report.differing_lengths))}")
     out.print(f"largest difference elsewhere: {report.rounding:.3g}")
-    named = [n for n in report.differing_lengths if stock_rule_loses_a_block(n, window, block_size)]
+    unanswered = {r.length for r in report.results if r.error}
+    lost = [n for n in report.differing_lengths if stock_rule_loses_a_block(n, window, block_size)]
+    named = [n for n in lost if n not in unanswered]
     if named:
         out.print(
             f"of these, a sliding-window block is lost between prefill and decode at {', '.join(map(str, named))} "

@@ -182,6 +182,17 @@ def test_the_command_names_the_lost_block_and_exits_with_1() -> None:
     assert report["differing_lengths"] == [255, 300, 383]
 
 
+def test_the_command_names_no_lost_block_where_nobody_answered() -> None:
+    """383 is a length of the rule, and an error is an error."""
+    upstream = Upstream()
+    upstream.broken = {383}
+    with serving(upstream) as url:
+        told = CliRunner().invoke(boundary, ["--model", "m", "--servers", url, url, url, "--lengths", "383"])
+    assert told.exit_code == 1
+    assert "lengths that differ: 383" in told.output
+    assert "block is lost" not in told.output
+
+
 def test_the_command_wants_servers_or_spawn() -> None:
     """Not both, not neither."""
     result = CliRunner().invoke(boundary, ["--model", "m"])
