@@ -343,24 +343,28 @@ class NixlTransport(KVTransport, NoticePort):
             if self._closed:
                 return
             self._closed = True
-            unfinished = [posted for posted in self._handles if posted.poll() is ReadState.PENDING]
-            for posted in tuple(self._handles):
-                posted.abandon()
-            for remote in (*self._peers.values(), *self._leaving):
-                self._remove(remote)
-            self._peers.clear()
-            self._leaving.clear()
-            for prepared in self._local_lists.values():
-                prepared.handle.release()
-            self._local_lists.clear()
-            if self._registration is not None:
-                with self._foreign("deregister memory"):
-                    self._agent.deregister_memory(self._registration, backends=self._backends)
+            posted = tuple(self._handles)
+            unfinished = [read for read in posted if read.poll() is ReadState.PENDING]
+            for read in posted:
+                read.abandon()
+            try:
+                for remote in (*self._peers.values(), *self._leaving):
+                    self._remove(remote)
+                with self._foreign("release our lists"):
+                    for prepared in self._local_lists.values():
+                        prepared.handle.release()
+                if self._registration is not None:
+                    with self._foreign("deregister memory"):
+                        self._agent.deregister_memory(self._registration, backends=self._backends)
+            finally:
+                self._peers.clear()
+                self._leaving.clear()
+                self._local_lists.clear()
                 self._registration = None
-            # Nothing holds the agent any more, so its end is here, and with it the end of every read.
-            del self._agent
-            for posted in unfinished:
-                posted.state = ReadState.FAILED
+                # Nothing holds the agent any more, so its end is here, and with it the end of every read.
+                del self._agent
+                for read in unfinished:
+                    read.state = ReadState.FAILED
 
     def prepare_again(self) -> Any:
         """A new list of all our blocks, for measurements; `read` prepares each list once and keeps it."""

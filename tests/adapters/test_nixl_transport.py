@@ -287,6 +287,18 @@ class TestStuckReads:
         assert bytes(consumer.memory) == bytes(len(consumer.memory))
 
     @pytest.mark.parametrize("progress_thread", [False])
+    def test_reads_that_have_failed_unseen_do_not_hinder_closing(self, sides: tuple[Agent, Agent, ReadHandle]) -> None:
+        """Three of them; whoever holds them is told when asking."""
+        producer, consumer, handle = sides
+        run = BlockRun(local_start=9, remote_start=2, count=1)
+        handles = [handle, *(consumer.transport.read(peer=PRODUCER, read=read_of(run)) for _ in range(2))]
+        producer.transport.close()
+        for _ in range(2000):
+            consumer.transport.take_notices()
+        consumer.transport.close()
+        assert [h.poll() for h in handles] == [ReadState.FAILED] * 3
+
+    @pytest.mark.parametrize("progress_thread", [False])
     def test_a_peer_that_comes_back_before_it_was_gone_is_the_same(
         self, sides: tuple[Agent, Agent, ReadHandle]
     ) -> None:
