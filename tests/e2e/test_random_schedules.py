@@ -262,6 +262,7 @@ def test_three_hundred_schedules_give_no_wrong_token_and_lose_no_block() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("start", range(0, 10_000, 1000))
 def test_ten_thousand_schedules_give_no_wrong_token_and_lose_no_block(start: int) -> None:
     """Seeds 0..9999."""
