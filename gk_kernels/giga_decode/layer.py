@@ -92,6 +92,10 @@ def expert_half(
     tokens = all_gather_rows(cast(normed, dtype, f"{name}_own2"), config.ep_groups, f"{name}_tokens")
     everyone = all_gather_rows(own, config.ep_groups, f"{name}_affinity")
     experts = weights.gate_up.shape[0]
+    # One expert's sums are rounded once, to what is sent; those of several are added up in float32 first.
+    kept = nl.float32
+    if experts == 1 and config.ep_size() > 1 and not config.fp8_reduce_scatter:
+        kept = dtype
     shares = []
     totals = []
     for i in range(len(tokens)):
@@ -99,7 +103,7 @@ def expert_half(
         share = nl.ndarray((count, experts), dtype=nl.float32, buffer=nl.sbuf, name=f"{name}_share{i}")
         nisa.tensor_copy(dst=share, src=everyone[i][:, nl.ds(first_expert, experts)])
         shares.append(share)
-        total = nl.ndarray(tokens[i].shape, dtype=nl.float32, buffer=nl.sbuf, name=f"{name}_total{i}")
+        total = nl.ndarray(tokens[i].shape, dtype=kept, buffer=nl.sbuf, name=f"{name}_total{i}")
         totals.append(total)
     turned = turn_tiles(tokens, 128, f"{name}_turned")
     if config.mx_matmul:

@@ -33,10 +33,12 @@ def test_a_mesh_computes_what_one_torch_kernel_per_replica_does(
     assert step.cache_difference <= 1e-4
 
 
-def test_a_bfloat16_mesh_is_near_bfloat16_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dp", "experts"), [(1, 5), (2, 4)], ids=["several-experts-a-rank", "one-expert-a-rank"])
+def test_a_bfloat16_mesh_is_near_bfloat16_torch(tmp_path: Path, dp: int, experts: int) -> None:
     """Relative error over all rows; both round, at different places."""
-    make_hf_checkpoint(tmp_path, **SIZES)
-    step = run_mesh_step(tmp_path, DecodeMesh(tp_size=2, ep_size=2), rows_per_rank=2, dtype="bfloat16")
+    make_hf_checkpoint(tmp_path, num_local_experts=experts, **SIZES)
+    mesh = DecodeMesh(tp_size=2, dp_size=dp, ep_size=2 * dp)
+    step = run_mesh_step(tmp_path, mesh, rows_per_rank=2, dtype="bfloat16")
     assert float((step.hidden - step.expected).norm() / step.expected.norm()) <= 2e-2
 
 
