@@ -31,6 +31,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.timeout(1800)
 def test_greedy_tokens_are_hugging_faces_at_every_boundary(bf16_checkpoint: Path, tmp_path: Path) -> None:
     """Chunked prefill, prefix caching and batches of four; log-probabilities within 1e-4."""
     import torch
@@ -44,7 +45,7 @@ def test_greedy_tokens_are_hugging_faces_at_every_boundary(bf16_checkpoint: Path
     script.write_text(_RUN, encoding="utf-8")
     env = {
         **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "TORCHDYNAMO_DISABLE": "1",
+        "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "INFO",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(script), str(bf16_checkpoint), str(out)],
