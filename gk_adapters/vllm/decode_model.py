@@ -30,7 +30,7 @@ from gk_adapters.vllm.attention import GkAttentionMetadata
 from gk_adapters.vllm.engine_facts import require_gk_decode
 from gk_adapters.vllm.hma import layer_name
 from gk_adapters.vllm.seams_cache import group_buffer
-from gk_adapters.vllm.step_control import StepRows, control_of_rows
+from gk_adapters.vllm.step_control import GroupStep, StepRows, control_of_rows, row_starts
 from gk_core.decode_step import ControlShape
 from gk_core.errors import LayoutError
 from gk_core.kernel_contract import DecodeCall, PerBufferKV, is_packed
@@ -230,9 +230,13 @@ class GkDecodeModel(nn.Module):
         hidden = torch.zeros_like(inputs_embeds)
         firsts = torch.tensor(full.query_starts[:-1])
         lengths = torch.tensor(full.query_starts[1:]) - firsts
-        for k in range(full.max_query_len):
-            rows = torch.nonzero(lengths > k)[:, 0]
-            tokens = firsts[rows] + k
+        starts = row_starts(
+            tuple(GroupStep(table=m.block_table, slots=m.slot_mapping) for m in (sliding, full)),
+            firsts, lengths, positions.long(), self.shape.block_size,
+        )  # fmt: skip
+        for k in range(int((starts + lengths).max())):
+            rows = torch.nonzero((starts <= k) & (k < starts + lengths))[:, 0]
+            tokens = firsts[rows] + k - starts[rows]
             hidden[tokens] = self._step(inputs_embeds[tokens], positions[tokens], rows, tokens, sliding, full)
         self.replayed_tokens += int((lengths - 1).clamp(min=0).sum())
         normed: torch.Tensor = self.norm(hidden)

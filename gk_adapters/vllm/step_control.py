@@ -18,7 +18,7 @@ from gk_core.errors import LayoutError
 from gk_core.kernel_contract import ControlTensors
 from gk_core.model_geometry import ModelGeometry
 
-__all__ = ["StepRows", "control_of_rows"]
+__all__ = ["GroupStep", "StepRows", "control_of_rows", "row_starts"]
 
 
 @frozen(kw_only=True, eq=False)
@@ -37,6 +37,58 @@ class StepRows:
     sliding_table: torch.Tensor
     slots: torch.Tensor
     slots_swa: torch.Tensor
+
+
+@frozen(kw_only=True, eq=False)
+class GroupStep:
+    """One KV cache group's part of a vLLM step, of n rows and T tokens.
+
+    Attributes:
+        table: int [n, width] untrimmed block tables.
+        slots: int [T] where the new tokens' K and V go.
+    """
+
+    table: torch.Tensor
+    slots: torch.Tensor
+
+
+def row_starts(
+    groups: tuple[GroupStep, ...], firsts: torch.Tensor, lengths: torch.Tensor, positions: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """When each row may begin, [n], if a row's tokens run one after the other: after whoever writes what it reads.
+
+    vLLM enters blocks into its prefix cache when they are scheduled, so a row can hit blocks that another row of the
+    same step has yet to write.
+
+    Args:
+        groups: sliding and full.
+        firsts, lengths: int [n] each row's tokens among T.
+        positions: int [T].
+
+    Raises:
+        LayoutError: rows that wait for each other.
+    """
+    starts = torch.zeros_like(lengths)
+    cached = positions[firsts] // block_size
+    waits: set[tuple[int, int]] = set()
+    for group in groups:
+        written = group.slots[: int(lengths.sum())] // block_size
+        hits = torch.isin(group.table, written) & (torch.arange(group.table.shape[1]) < cached[:, None])
+        if not hits.any():
+            continue
+        row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        writer = dict(zip(written.tolist(), row_of_token.tolist(), strict=True))
+        for row, column in hits.nonzero().tolist():
+            waits.add((row, writer[int(group.table[row, column])]))
+    for _ in range(len(lengths) + 1):
+        before = starts.clone()
+        for row, other in waits:
+            starts[row] = max(int(starts[row]), int(starts[other] + lengths[other]))
+        if torch.equal(before, starts):
+            return starts
+    if waits:
+        raise LayoutError(f"rows wait for each other's blocks in one step: {sorted(waits)}")
+    return starts
 
 
 def control_of_rows(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gk_adapters.vllm.step_control import StepRows, control_of_rows
+from gk_adapters.vllm.step_control import GroupStep, StepRows, control_of_rows, row_starts
 from gk_core.block_table import BlockId, BlockTable, first_window_block
 from gk_core.decode_step import ControlShape, DecodeRow, build_attention_control
 from gk_core.errors import LayoutError
@@ -79,3 +79,24 @@ def test_rows_that_do_not_fit_are_refused(positions: list[int], said: str) -> No
     rows = make_rows(positions, [[1] * 8] * n, [[2] * 8] * n, 128)
     with pytest.raises(LayoutError, match=said):
         control_of_rows(rows, SHAPE, GPT_OSS_20B, torch.float32)
+
+
+def test_a_row_waits_for_the_row_that_writes_what_it_reads() -> None:
+    """Row 1 has hit block 9, which row 0 writes in this step, and begins after row 0's four tokens; row 2 at once.
+
+    Blocks of 4. Row 0: tokens 0..3 into block 9. Row 1: position 4, table 9, 5. Row 2: position 4, table 7, 6; its own
+    block 6 is no reason to wait. Row 3 has hit what row 1 writes.
+    """
+    table = torch.tensor([[9, 0], [9, 5], [7, 6], [9, 5]])
+    slots = torch.tensor([36, 37, 38, 39, 20, 24, 21])
+    firsts, lengths = torch.tensor([0, 4, 5, 6]), torch.tensor([4, 1, 1, 1])
+    positions = torch.tensor([0, 1, 2, 3, 4, 4, 5])
+    group = GroupStep(table=table, slots=slots)
+    assert row_starts((group,), firsts, lengths, positions, 4).tolist() == [0, 4, 0, 4]
+    slots[6] = 12
+    later = GroupStep(table=torch.tensor([[9, 0, 0], [9, 5, 0], [7, 6, 0], [9, 5, 3]]), slots=slots)
+    positions[6] = 8
+    assert row_starts((later,), firsts, lengths, positions, 4).tolist() == [0, 4, 0, 5]
+    unrelated = GroupStep(table=torch.tensor([[19, 0], [8, 5], [7, 6], [8, 4]]), slots=slots)
+    assert row_starts((unrelated, group), firsts, lengths, positions, 4).tolist()[1] == 4
+    assert row_starts((unrelated,), firsts, lengths, positions, 4).tolist() == [0, 0, 0, 0]
