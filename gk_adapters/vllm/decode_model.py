@@ -230,10 +230,11 @@ class GkDecodeModel(nn.Module):
         hidden = torch.zeros_like(inputs_embeds)
         firsts = torch.tensor(full.query_starts[:-1])
         lengths = torch.tensor(full.query_starts[1:]) - firsts
-        starts = row_starts(
-            tuple(GroupStep(table=m.block_table, slots=m.slot_mapping) for m in (sliding, full)),
-            firsts, lengths, positions.long(), self.shape.block_size,
-        )  # fmt: skip
+        groups = (
+            GroupStep(table=sliding.block_table, slots=sliding.slot_mapping, window=self.shape.sliding_window),
+            GroupStep(table=full.block_table, slots=full.slot_mapping),
+        )
+        starts = row_starts(groups, firsts, lengths, positions.long(), self.shape.block_size)
         for k in range(int((starts + lengths).max())):
             rows = torch.nonzero((starts <= k) & (k < starts + lengths))[:, 0]
             tokens = firsts[rows] + k - starts[rows]

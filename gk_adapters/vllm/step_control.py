@@ -46,10 +46,12 @@ class GroupStep:
     Attributes:
         table: int [n, width] untrimmed block tables.
         slots: int [T] where the new tokens' K and V go.
+        window: tokens that a query sees, itself included; None: all. Entries before it are what once was there.
     """
 
     table: torch.Tensor
     slots: torch.Tensor
+    window: int | None = None
 
 
 def row_starts(
@@ -73,7 +75,11 @@ def row_starts(
     waits: set[tuple[int, int]] = set()
     for group in groups:
         written = group.slots[: int(lengths.sum())] // block_size
-        hits = torch.isin(group.table, written) & (torch.arange(group.table.shape[1]) < cached[:, None])
+        columns = torch.arange(group.table.shape[1])
+        hits = torch.isin(group.table, written) & (columns < cached[:, None])
+        if group.window is not None:
+            # vLLM leaves the ids of blocks that it has taken back in a running request's table.
+            hits &= columns >= ((positions[firsts] - group.window + 1).clamp(min=0) // block_size)[:, None]
         if not hits.any():
             continue
         row_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)

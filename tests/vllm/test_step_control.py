@@ -100,3 +100,15 @@ def test_a_row_waits_for_the_row_that_writes_what_it_reads() -> None:
     unrelated = GroupStep(table=torch.tensor([[19, 0], [8, 5], [7, 6], [8, 4]]), slots=slots)
     assert row_starts((unrelated, group), firsts, lengths, positions, 4).tolist()[1] == 4
     assert row_starts((unrelated,), firsts, lengths, positions, 4).tolist() == [0, 0, 0, 0]
+
+
+def test_a_table_entry_behind_the_window_is_nothing_to_wait_for() -> None:
+    """Blocks of 4, window 6, a row at position 12 that sees 7..12: block 9 of entry 0 was taken back and came again."""
+    slots = torch.tensor([36])
+    one, position = torch.tensor([0]), torch.tensor([12])
+    table = torch.tensor([[9, 4, 5, 9]])
+    sliding = GroupStep(table=table, slots=slots, window=6)
+    assert row_starts((sliding,), one, torch.tensor([1]), position, 4).tolist() == [0]
+    other = GroupStep(table=torch.tensor([[3, 8, 5, 6], [9, 0, 0, 0]]), slots=torch.tensor([24, 36, 32]), window=6)
+    starts = row_starts((other,), torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([12, 0, 1]), 4)
+    assert starts.tolist() == [2, 0]  # entry 1 is block 8, which position 7 is in and row 1 writes
