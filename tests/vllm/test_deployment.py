@@ -98,6 +98,19 @@ def test_native_and_giga_kernel_decode_agree_on_200_requests(deployment: Deploym
     assert_agreement(deployment, 200)
 
 
+def test_a_prompt_that_comes_twice_in_one_step_is_right_both_times(deployment: Deployment) -> None:
+    """The second finds the first's blocks in the prefix cache before anything has been written to them.
+
+    Both come while the engine is busy with another prompt, so that the next step begins them together.
+    """
+    for seed in range(30, 36):
+        prompts = [make_prompt(200, seed=seed + 100), *[make_prompt(255, seed=seed)] * 2]
+        wanted = [deployment.alone(prompt) for prompt in prompts]
+        asked = {**deployment.body(prompts[0]), "prompt": prompts}
+        answer = post_json(f"{deployment.decode.url}/v1/completions", asked)
+        assert [choice["token_ids"] for choice in answer["choices"]] == wanted
+
+
 def assert_agreement(deployment: Deployment, count: int) -> None:
     """Both servers' tokens for the same prompts; the decode server must have preempted some."""
     rng = random.Random(count)
