@@ -260,7 +260,7 @@ class _GuardedWorker(seams.PullWorker):  # type: ignore[misc]
         self.xfer_stats.record_failed_transfer()
 
     def _fail(self, request_id: str) -> None:
-        if request_id in self._recving_metadata and request_id not in self._gk_failed:
+        if request_id in self._recving_metadata:
             self._gk_failed.add(request_id)
             self._failed_recv_reqs.put(request_id)
 
