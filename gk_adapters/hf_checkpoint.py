@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gk_adapters.hf_config import HFConfig, read_hf_config, read_json
-from gk_adapters.mxfp4 import require_scales
+from gk_adapters.mxfp4 import decode_mxfp4, require_scales
 from gk_adapters.safetensors_file import SafetensorsFile
 from gk_core.checkpoint_tensors import FLOAT_DTYPES, CheckpointTensor, checkpoint_tensors
 from gk_core.errors import CheckpointError, LayoutError
@@ -203,15 +203,33 @@ def read_kv_scales(checkpoint: HFCheckpoint) -> KVScales:
 def weights_id_of(checkpoint: HFCheckpoint) -> str:
     """A name for a checkpoint's weights, the same wherever it lies and in either form, MXFP4 or BF16.
 
-    A hash over the vectors and the first row of each matrix; KV scales, which peers compare by themselves, do not
-    enter. Checkpoints that differ in nothing but expert matrices have one name.
+    A hash over the vectors, the first row of each matrix and a corner of each expert's matrices, so that opening 120B
+    reads some 37,000 pages and not the file; KV scales, which peers compare by themselves, do not enter. Checkpoints
+    that differ in other places only have one name.
     """
     digest = hashlib.sha256()
     for name, info in sorted(checkpoint.tensors().items()):
         if len(info.shape) in (1, 2) and not name.endswith(_KV_SCALES):
             digest.update(name.encode())
             digest.update(checkpoint.read_slice(name=name, index=() if len(info.shape) == 1 else 0).tobytes())
+    for layer_id in range(checkpoint.config.geometry.num_layers):
+        for matrix in ("gate_up_proj", "down_proj"):
+            digest.update(_expert_corners(checkpoint, f"{layer_prefix(layer_id)}mlp.experts.{matrix}").tobytes())
     return digest.hexdigest()[:32]
+
+
+def _expert_corners(checkpoint: HFCheckpoint, name: str) -> NDArray[np.float32]:
+    """[E, 4 inputs, 8 outputs] of every expert; float32, in which either form has the same numbers."""
+    corner = (slice(None), slice(0, 4), slice(0, 8))
+    floats: NDArray[np.float32]
+    if checkpoint.config.expert_format is not ExpertFormat.MXFP4:
+        floats = checkpoint.read_slice(name=name, index=corner).astype(np.float32)
+    else:
+        block = (slice(None), slice(0, 8), slice(0, 1))
+        blocks, scales = (checkpoint.read_slice(name=f"{name}_{part}", index=block) for part in ("blocks", "scales"))
+        floats = np.ascontiguousarray(decode_mxfp4(blocks, scales, f"{name}_scales").swapaxes(1, 2)[corner])
+    floats = floats + np.float32(0)  # no negative zeros
+    return floats
 
 
 def _one_scale(checkpoint: HFCheckpoint, suffix: str) -> float:

@@ -21,6 +21,7 @@ from gk_core.errors import CheckpointError
 from gk_core.ports import WeightInfo
 from gk_core.weight_layouts import ExpertFormat
 from tests.hf_models import make_hf_checkpoint, rewrite_json, to_shards
+from tools.dequantize_checkpoint import dequantize_checkpoint
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -357,11 +358,40 @@ def test_weights_have_one_name_wherever_they_lie(originals: dict[str, Path], fol
 
 
 @pytest.mark.parametrize(
-    "tensor", ["model.norm.weight", "model.layers.1.self_attn.sinks", "model.layers.2.self_attn.q_proj.weight", ROUTER]
-)
+    "tensor",
+    [
+        "model.norm.weight", "model.layers.1.self_attn.sinks", "model.layers.2.self_attn.q_proj.weight", ROUTER,
+        "model.layers.3.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj",
+    ],
+)  # fmt: skip
 def test_other_weights_have_another_name(folder: Callable[[str], Path], tensor: str) -> None:
     """One number of a vector, and one of the first row of a matrix, as any merged adapter changes it."""
     directory = folder("bf16")
     before = weights_id_of(HFCheckpoint(directory))
     _rewrite(directory, lambda tensors: tensors[tensor].view(-1)[:1].add_(1.0))
     assert weights_id_of(HFCheckpoint(directory)) != before
+
+
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+@pytest.mark.parametrize("matrix", ["gate_up_proj", "down_proj"])
+def test_the_last_expert_alone_makes_another_name(folder: Callable[[str], Path], matrix: str, part: str) -> None:
+    """In either half of MXFP4."""
+    directory = folder("mxfp4")
+    before = weights_id_of(HFCheckpoint(directory))
+    name = f"model.layers.3.mlp.experts.{matrix}_{part}"
+    _rewrite(directory, lambda tensors: tensors[name][-1].view(-1)[:1].add_(1))
+    assert weights_id_of(HFCheckpoint(directory)) != before
+
+
+def test_both_forms_of_a_checkpoint_have_one_name(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """MXFP4, and the same numbers written out as BF16; with another number the names differ, zero's sign is none."""
+    directory, floats = folder("mxfp4"), tmp_path / "floats"
+    dequantize_checkpoint(directory, floats)
+    name = weights_id_of(HFCheckpoint(directory))
+    assert weights_id_of(HFCheckpoint(floats)) == name
+    names = []
+    for value in (9.0, 0.0, -0.0):
+        _rewrite(floats, lambda ts, v=value: ts["model.layers.2.mlp.experts.down_proj"][1, 3, 7].fill_(v))  # type: ignore[misc]
+        names.append(weights_id_of(HFCheckpoint(floats)))
+    assert names[0] not in (name, names[1])
+    assert names[1] == names[2]
