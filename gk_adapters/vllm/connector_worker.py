@@ -259,15 +259,7 @@ def group_regions(facts: EngineFacts, kv_caches: Mapping[str, torch.Tensor]) -> 
             )
         if tensor.device.type != "cpu":
             raise UnsupportedError(f"gk's connector registers host memory here, got a cache on {tensor.device}")
-    layout = KVLayout(
-        num_layers=geometry.num_layers,
-        num_blocks=wanted[1],
-        num_kv_heads=spec.num_kv_heads,
-        block_size=spec.block_size,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        k_byte_order=facts.k_byte_order,
-    )
+    layout = facts.layout(num_blocks=wanted[1])
     bases = [tensors[i].data_ptr() for i in range(geometry.num_layers)]
     for i in range(geometry.num_layers):
         if bases[i] != bases[2 * buffer_of_layer(i)]:

@@ -33,8 +33,8 @@ from gk_adapters.vllm.seams_cache import group_buffer
 from gk_adapters.vllm.step_control import GroupStep, StepRows, control_of_rows, row_starts
 from gk_core.decode_step import ControlShape
 from gk_core.errors import LayoutError
-from gk_core.kernel_contract import DecodeCall, PerBufferKV, is_packed
-from gk_core.kv_layout import KByteOrder, KVLayout
+from gk_core.kernel_contract import DecodeCall, PerBufferKV, TensorSpec, check_tensor, is_packed
+from gk_core.kv_layout import KByteOrder
 from gk_core.kv_spec import LayerKVSpec
 from gk_core.model_geometry import layers_of_buffer
 
@@ -104,23 +104,29 @@ class GkDecodeModel(nn.Module):
         """Take {layer name: [k, v]} as any model does. K is packed where its rank is one more than V's.
 
         Raises:
-            LayoutError: a layer is missing, two layers of one buffer do not share it, or packing is not as configured.
+            LayoutError: a layer is missing, two layers of one buffer do not share it, packing is not as configured, or
+                a tensor is not what the cache's layout says. Nothing was bound.
         """
         g = self.geometry
         missing = [n for n in map(layer_name, range(g.num_layers)) if n not in kv_caches]
         if missing:
             raise LayoutError(f"no KV cache for {missing}; bind every layer")
-        buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        halves: list[tuple[torch.Tensor, torch.Tensor]] = []
         for j in range(g.num_group_buffers):
-            pair = [tuple(kv_caches[layer_name(i)]) for i in layers_of_buffer(j, g.num_layers)]
+            layers = layers_of_buffer(j, g.num_layers)
+            pair = [tuple(kv_caches[layer_name(i)]) for i in layers]
+            if any(len(kv) != 2 for kv in pair):
+                raise LayoutError(
+                    f"each of layers {list(layers)} brings one K and one V, got {[len(kv) for kv in pair]}"
+                )
             if len({tuple(t.data_ptr() for t in kv) for kv in pair}) != 1:
-                raise LayoutError(f"layers {list(layers_of_buffer(j, g.num_layers))} must share buffer {j}")
+                raise LayoutError(f"layers {list(layers)} must share buffer {j}")
             k, v = pair[0]
             packed = self.facts.k_byte_order is KByteOrder.PAIR_PACKED
             if is_packed(k, v) is not packed:
                 raise LayoutError(f"K of buffer {j} is {'' if is_packed(k, v) else 'not '}packed, against the settings")
-            buffers.append((k, v))
-        self._set_halves(buffers)
+            halves.append((k, v))
+        self._set_halves(halves)
 
     def set_kv_cache_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """Take one tensor [2, num_blocks, kv, block, d] per group buffer: the K half, then the V half.
@@ -129,34 +135,38 @@ class GkDecodeModel(nn.Module):
         attributes, as a meta swap before compiling does, finds those and would not look into a list.
 
         Raises:
-            LayoutError: not one buffer per pair of layers.
+            LayoutError: not one buffer per pair of layers, or one that is not what the cache's layout says. Nothing was
+                set.
         """
-        packed = self.facts.k_byte_order is KByteOrder.PAIR_PACKED
+        itemsize, packed = self.facts.kv_dtype.itemsize, self.facts.k_byte_order is KByteOrder.PAIR_PACKED
         halves = []
-        for buffer in buffers:
+        for i, buffer in enumerate(buffers):
+            wanted = self.facts.layout(num_blocks=buffer.shape[1] if buffer.dim() > 1 else 1)
+            if tuple(buffer.shape) != wanted.buffer_shape or buffer.element_size() != itemsize:
+                raise LayoutError(
+                    f"group buffer {i} must be {list(wanted.buffer_shape)} of {itemsize}-byte elements, got "
+                    f"{list(buffer.shape)} of {buffer.element_size()}"
+                )
+            # vLLM stores FP8 as bytes.
             k, v = buffer.view(kv_torch_dtype(self.facts.kv_dtype)).unbind(0)
-            blocks, heads, tokens, d = k.shape
-            halves.append((k.view(blocks, heads, tokens // 2, d, 2) if packed else k, v))
+            halves.append((k.view(wanted.packed_k_shape) if packed else k, v))
         self._set_halves(halves)
 
     def _set_halves(self, halves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if len(halves) != self.geometry.num_group_buffers:
             raise LayoutError(f"need {self.geometry.num_group_buffers} group buffers, got {len(halves)}")
+        layout = self.facts.layout(num_blocks=halves[0][1].shape[0])
+        packed = layout.k_byte_order is KByteOrder.PAIR_PACKED
+        shapes = (layout.packed_k_shape if packed else layout.buffer_shape[1:], layout.buffer_shape[1:])
+        stored = str(kv_torch_dtype(layout.dtype)).rpartition(".")[2]
+        for i, kv in enumerate(halves):
+            for half, tensor, shape in zip("KV", kv, shapes, strict=True):
+                check_tensor(tensor, TensorSpec(name=f"{half} of buffer {i}", shape=shape, dtypes=(stored,)))
+        contract = torch_contract(self._loaded(), layout=layout, shape=self.shape)
         for i, (k, v) in enumerate(halves):
             setattr(self, f"K_cache_buf_{i}", k)
             setattr(self, f"V_cache_buf_{i}", v)
         self._kv = PerBufferKV(k=tuple(k for k, _ in halves), v=tuple(v for _, v in halves))
-        spec = self.facts.specs[0]
-        layout = KVLayout(
-            num_layers=self.geometry.num_layers,
-            num_blocks=halves[0][1].shape[0],
-            num_kv_heads=spec.num_kv_heads,
-            block_size=spec.block_size,
-            head_size=spec.head_size,
-            dtype=spec.dtype,
-            k_byte_order=self.facts.k_byte_order,
-        )
-        contract = torch_contract(self._loaded(), layout=layout, shape=self.shape)
         self._kernel = TorchDecodeKernel(contract=contract, geometry=self.geometry)
 
     def _bind_from_context(self, layers: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from gk_adapters.vllm.settings import GkSettings, parse_settings
 from gk_core.block_table import require_block_size
 from gk_core.disaggregation import Deployment, Role, deployment_faults
 from gk_core.errors import CheckpointError, LayoutError, UnsupportedError
-from gk_core.kv_layout import KByteOrder
+from gk_core.kv_layout import KByteOrder, KVLayout, layout_for
 from gk_core.kv_spec import KVDtype, LayerKVSpec, honest_specs
 from gk_core.model_geometry import AttentionKind, ModelGeometry
 
@@ -69,6 +69,10 @@ class EngineFacts:
     def specs(self) -> tuple[LayerKVSpec, ...]:
         """Honest specs of one rank, in layer order."""
         return honest_specs(self.geometry, tp_size=self.tp_size, block_size=self.block_size, dtype=self.kv_dtype)
+
+    def layout(self, *, num_blocks: int) -> KVLayout:
+        """Of one rank's cache with so many blocks."""
+        return layout_for(self.specs, num_blocks=num_blocks, k_byte_order=self.k_byte_order)
 
 
 def role_of(vllm_config: Any) -> Role | None:

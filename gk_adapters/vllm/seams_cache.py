@@ -24,6 +24,7 @@ __all__ = [
     "LayoutBackend",
     "ShapeBackend",
     "SharedTensor",
+    "bound_cache",
     "group_buffer",
     "planning_view",
     "shared_tensors",
@@ -145,3 +146,11 @@ def group_buffer(cache: torch.Tensor, *, num_kv_heads: int, head_size: int) -> t
             f"with strides {list(cache.stride())}; leave VLLM_KV_CACHE_LAYOUT unset"
         )
     return halves.view(2, cache.shape[0], num_kv_heads, cache.shape[2], head_size)
+
+
+def bound_cache(buffer: torch.Tensor) -> torch.Tensor:
+    """A group buffer as vLLM binds it to the layers that share it; the inverse of `group_buffer`, the same memory."""
+    if served_era() is Era.SHAPES:
+        return buffer
+    _, blocks, heads, tokens, head_size = buffer.shape
+    return buffer.view(2, blocks, tokens, heads * head_size).transpose(0, 1)
