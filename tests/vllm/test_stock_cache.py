@@ -17,6 +17,7 @@ from gk_adapters.vllm.server_command import Connector, ServerKind, ServerSetting
 from gk_adapters.vllm.stock_offer import StockOffer, is_notice, pair_blocks, parse_stock_offer
 from gk_core.disaggregation import stock_rule_loses_a_block
 from gk_core.errors import RequestError
+from tests.vllm.deployment import QUIET
 
 pytestmark = pytest.mark.vllm
 
@@ -135,8 +136,7 @@ def swept(
     Returns:
         The report, how many transfers the decode server counted, and how many tokens were wanted where it read nothing.
     """
-    env = {"TORCHDYNAMO_DISABLE": "1", "NIXL_LOG_LEVEL": "WARN"}
-    with started_servers([prefill, decode], logs=logs, env={**env, "OMP_NUM_THREADS": "1"}) as servers:
+    with started_servers([prefill, decode], logs=logs, env=QUIET) as servers:
         targets = Targets(prefill=servers[0].url, decode=servers[1].url, single=servers[0].url, model=str(checkpoint))
         report = sweep(targets, SweepSettings(lengths=LENGTHS, tolerance=1e-3, confirm=4))
         counted = re.findall(r"^vllm:nixl_xfer_time_seconds_count\S* (\S+)$", servers[1].text("/metrics"), re.MULTILINE)
