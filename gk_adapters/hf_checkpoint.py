@@ -227,7 +227,7 @@ def _expert_corners(checkpoint: HFCheckpoint, name: str) -> NDArray[np.float32]:
     else:
         block = (slice(None), slice(0, 8), slice(0, 1))
         blocks, scales = (checkpoint.read_slice(name=f"{name}_{part}", index=block) for part in ("blocks", "scales"))
-        floats = np.ascontiguousarray(decode_mxfp4(blocks, scales, f"{name}_scales").swapaxes(1, 2)[corner])
+        floats = decode_mxfp4(blocks, scales, f"{name}_scales").swapaxes(1, 2)[corner]
     floats = floats + np.float32(0)  # no negative zeros
     return floats
 

@@ -25,10 +25,10 @@ __all__ = ["BoundHalf", "KVCodec", "allocate_group_buffers", "per_buffer_kv", "s
 _ITEM_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def allocate_group_buffers(layout: KVLayout) -> tuple[torch.Tensor, ...]:
+def allocate_group_buffers(layout: KVLayout, *, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
     """One separate zeroed allocation [2, B, h, n, d] per group buffer."""
     dtype = kv_torch_dtype(layout.dtype)
-    return tuple(torch.zeros(layout.buffer_shape, dtype=dtype) for _ in range(layout.num_buffers))
+    return tuple(torch.zeros(layout.buffer_shape, dtype=dtype, device=device) for _ in range(layout.num_buffers))
 
 
 def per_buffer_kv(buffers: tuple[torch.Tensor, ...], layout: KVLayout) -> PerBufferKV[torch.Tensor]:

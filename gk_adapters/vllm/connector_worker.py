@@ -243,23 +243,23 @@ def group_regions(facts: EngineFacts, kv_caches: Mapping[str, torch.Tensor]) -> 
         LayoutError: a layer is missing, a shape is not a group buffer's, or paired layers do not share one.
         UnsupportedError: memory that is not the host's.
     """
-    geometry, spec = facts.geometry, facts.specs[0]
+    geometry, itemsize = facts.geometry, facts.kv_dtype.itemsize
     names = [layer_name(i) for i in range(geometry.num_layers)]
     missing = [n for n in names if n not in kv_caches]
     if missing:
         raise LayoutError(f"no KV cache for {missing}")
     tensors = [kv_caches[n] for n in names]
     shape = tuple(tensors[0].shape)
-    wanted = (2, shape[1] if len(shape) > 1 else 0, spec.num_kv_heads, spec.block_size, spec.head_size)
+    layout = facts.layout(num_blocks=shape[1] if len(shape) > 1 else 1)
+    wanted = layout.buffer_shape
     for name, tensor in zip(names, tensors, strict=True):
-        if tuple(tensor.shape) != wanted or tensor.element_size() != spec.dtype.itemsize or not tensor.is_contiguous():
+        if tuple(tensor.shape) != wanted or tensor.element_size() != itemsize or not tensor.is_contiguous():
             raise LayoutError(
-                f"the cache of {name} must be a contiguous group buffer {list(wanted)} of {spec.dtype.itemsize}-byte "
+                f"the cache of {name} must be a contiguous group buffer {list(wanted)} of {itemsize}-byte "
                 f"elements, got {list(tensor.shape)} of {tensor.element_size()}"
             )
         if tensor.device.type != "cpu":
             raise UnsupportedError(f"gk's connector registers host memory here, got a cache on {tensor.device}")
-    layout = facts.layout(num_blocks=wanted[1])
     bases = [tensors[i].data_ptr() for i in range(geometry.num_layers)]
     for i in range(geometry.num_layers):
         if bases[i] != bases[2 * buffer_of_layer(i)]:

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from gk_adapters.torch_decode import TorchDecodeKernel
 from gk_adapters.torch_dtypes import kv_torch_dtype
+from gk_adapters.torch_kv import per_buffer_kv
 from gk_adapters.torch_model import TorchModel, load_torch_model, torch_contract
 from gk_adapters.vllm.attention import GkAttentionMetadata
 from gk_adapters.vllm.engine_facts import require_gk_decode
@@ -138,30 +139,29 @@ class GkDecodeModel(nn.Module):
             LayoutError: not one buffer per pair of layers, or one that is not what the cache's layout says. Nothing was
                 set.
         """
-        itemsize, packed = self.facts.kv_dtype.itemsize, self.facts.k_byte_order is KByteOrder.PAIR_PACKED
-        halves = []
+        if len(buffers) != self.geometry.num_group_buffers:
+            raise LayoutError(f"need {self.geometry.num_group_buffers} group buffers, got {len(buffers)}")
+        layout = self.facts.layout(num_blocks=buffers[0].shape[1] if buffers[0].dim() > 1 else 1)
+        itemsize = layout.dtype.itemsize
         for i, buffer in enumerate(buffers):
-            wanted = self.facts.layout(num_blocks=buffer.shape[1] if buffer.dim() > 1 else 1)
-            if tuple(buffer.shape) != wanted.buffer_shape or buffer.element_size() != itemsize:
+            if tuple(buffer.shape) != layout.buffer_shape or buffer.element_size() != itemsize:
                 raise LayoutError(
-                    f"group buffer {i} must be {list(wanted.buffer_shape)} of {itemsize}-byte elements, got "
+                    f"group buffer {i} must be {list(layout.buffer_shape)} of {itemsize}-byte elements, got "
                     f"{list(buffer.shape)} of {buffer.element_size()}"
                 )
-            # vLLM stores FP8 as bytes.
-            k, v = buffer.view(kv_torch_dtype(self.facts.kv_dtype)).unbind(0)
-            halves.append((k.view(wanted.packed_k_shape) if packed else k, v))
-        self._set_halves(halves)
+        # vLLM stores FP8 as bytes.
+        kv = per_buffer_kv(tuple(buffer.view(kv_torch_dtype(layout.dtype)) for buffer in buffers), layout)
+        self._set_halves(tuple(zip(kv.k, kv.v, strict=True)))
 
     def _set_halves(self, halves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if len(halves) != self.geometry.num_group_buffers:
-            raise LayoutError(f"need {self.geometry.num_group_buffers} group buffers, got {len(halves)}")
         layout = self.facts.layout(num_blocks=halves[0][1].shape[0])
         packed = layout.k_byte_order is KByteOrder.PAIR_PACKED
         shapes = (layout.packed_k_shape if packed else layout.buffer_shape[1:], layout.buffer_shape[1:])
-        stored = str(kv_torch_dtype(layout.dtype)).rpartition(".")[2]
         for i, kv in enumerate(halves):
             for half, tensor, shape in zip("KV", kv, shapes, strict=True):
-                check_tensor(tensor, TensorSpec(name=f"{half} of buffer {i}", shape=shape, dtypes=(stored,)))
+                check_tensor(
+                    tensor, TensorSpec(name=f"{half} of buffer {i}", shape=shape, dtypes=(layout.dtype.dtype_name,))
+                )
         contract = torch_contract(self._loaded(), layout=layout, shape=self.shape)
         for i, (k, v) in enumerate(halves):
             setattr(self, f"K_cache_buf_{i}", k)

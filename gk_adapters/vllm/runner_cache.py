@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gk_adapters.torch_dtypes import kv_torch_dtype
+from gk_adapters.torch_kv import allocate_group_buffers
 from gk_adapters.vllm.decode_model import GkDecodeModel
 from gk_adapters.vllm.hma import layer_name, plan_of_config
 from gk_adapters.vllm.seams_cache import bound_cache
@@ -55,8 +55,7 @@ def initialize_kv_cache(
             f"the plan has {len(plan.buffers)} buffers with half blocks of {plan.half_block_bytes} bytes, the model "
             f"needs {layout.num_buffers} of {layout.block_bytes}"
         )
-    dtype = kv_torch_dtype(layout.dtype)
-    buffers = [torch.zeros(layout.buffer_shape, dtype=dtype, device=device) for _ in range(layout.num_buffers)]
+    buffers = allocate_group_buffers(layout, device=device)
     model.set_kv_cache_buffers(buffers)
     caches = {layer_name(i): bound_cache(buffers[buffer_of_layer(i)]) for i in range(layout.num_layers)}
     for i, keeper in enumerate(model.keepers):

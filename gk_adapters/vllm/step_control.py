@@ -92,9 +92,7 @@ def row_starts(
             starts[row] = max(int(starts[row]), int(starts[other] + lengths[other]))
         if torch.equal(before, starts):
             return starts
-    if waits:
-        raise LayoutError(f"rows wait for each other's blocks in one step: {sorted(waits)}")
-    return starts
+    raise LayoutError(f"rows wait for each other's blocks in one step: {sorted(waits)}")
 
 
 def control_of_rows(

@@ -102,6 +102,13 @@ def test_a_row_waits_for_the_row_that_writes_what_it_reads() -> None:
     assert row_starts((unrelated,), firsts, lengths, positions, 4).tolist() == [0, 0, 0, 0]
 
 
+def test_rows_that_wait_for_each_other_are_refused() -> None:
+    """Blocks of 4; each row at position 4 has hit the block that the other writes."""
+    group = GroupStep(table=torch.tensor([[6, 5], [5, 6]]), slots=torch.tensor([20, 24]))
+    with pytest.raises(LayoutError, match=r"wait for each other's blocks in one step: \[\(0, 1\), \(1, 0\)\]"):
+        row_starts((group,), torch.tensor([0, 1]), torch.tensor([1, 1]), torch.tensor([4, 4]), 4)
+
+
 def test_a_table_entry_behind_the_window_is_nothing_to_wait_for() -> None:
     """Blocks of 4, window 6, a row at position 12 that sees 7..12: block 9 of entry 0 was taken back and came again."""
     slots = torch.tensor([36])
