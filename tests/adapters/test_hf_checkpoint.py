@@ -7,6 +7,7 @@ import pickle
 import re
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,10 @@ def test_the_last_expert_alone_makes_another_name(folder: Callable[[str], Path],
     assert weights_id_of(HFCheckpoint(directory)) != before
 
 
+def _set_corner(tensors: dict[str, torch.Tensor], *, value: float) -> None:
+    tensors["model.layers.2.mlp.experts.down_proj"][1, 3, 7] = value
+
+
 def test_both_forms_of_a_checkpoint_have_one_name(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """MXFP4, and the same numbers written out as BF16; with another number the names differ, zero's sign is none."""
     directory, floats = folder("mxfp4"), tmp_path / "floats"
@@ -391,7 +396,7 @@ def test_both_forms_of_a_checkpoint_have_one_name(folder: Callable[[str], Path],
     assert weights_id_of(HFCheckpoint(floats)) == name
     names = []
     for value in (9.0, 0.0, -0.0):
-        _rewrite(floats, lambda ts, v=value: ts["model.layers.2.mlp.experts.down_proj"][1, 3, 7].fill_(v))  # type: ignore[misc]
+        _rewrite(floats, partial(_set_corner, value=value))
         names.append(weights_id_of(HFCheckpoint(floats)))
     assert names[0] not in (name, names[1])
     assert names[1] == names[2]

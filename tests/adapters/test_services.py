@@ -63,7 +63,7 @@ class Site:
             self.ended += ended
             return ended
 
-        setattr(self.prefill.node.engine, "poll", watched)  # noqa: B010
+        setattr(self.prefill.node.engine, "poll", watched)  # noqa: B010  (mypy forbids assigning to a method)
 
     def close(self) -> None:
         self.decode.node.close()

@@ -59,10 +59,7 @@ class Deployment:
 
     def body(self, prompt: list[int], *, max_tokens: int = 8) -> dict[str, Any]:
         """A completion request that returns token ids and log-probabilities."""
-        return {
-            "model": self.model, "prompt": prompt, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1,
-            "return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True,
-        }  # fmt: skip
+        return completion_body(self.model, prompt, max_tokens=max_tokens)
 
     def offer(self, prompt: list[int]) -> dict[str, Any]:
         """What the prefill server hands out for a prompt."""
@@ -92,13 +89,7 @@ class Deployment:
         Raises:
             AssertionError: the server shows no such metric.
         """
-        told = [
-            float(line.rpartition(" ")[2])
-            for line in server.text("/metrics").splitlines()
-            if re.match(rf"{re.escape(name)}(\{{|\s)", line)
-        ]
-        assert told, f"{server.url} has no metric {name}"
-        return sum(told)
+        return metric_of(server, name)
 
     def restart_prefill(self) -> None:
         """Kill the prefill server without warning and start it anew at the same addresses."""
@@ -110,6 +101,29 @@ class Deployment:
         """Return once no server holds a block or a lease."""
         held = ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
         eventually(lambda: all(self.metric(s, n) == 0 for s in (self.prefill, self.decode) for n in held), 60)
+
+
+def completion_body(model: str, prompt: list[int], *, max_tokens: int = 8) -> dict[str, Any]:
+    """A completion request that returns token ids and log-probabilities."""
+    return {
+        "model": model, "prompt": prompt, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1,
+        "return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True,
+    }  # fmt: skip
+
+
+def metric_of(server: Server, name: str) -> float:
+    """Sum of one metric of a server.
+
+    Raises:
+        AssertionError: the server shows no such metric.
+    """
+    told = [
+        float(line.rpartition(" ")[2])
+        for line in server.text("/metrics").splitlines()
+        if re.match(rf"{re.escape(name)}(\{{|\s)", line)
+    ]
+    assert told, f"{server.url} has no metric {name}"
+    return sum(told)
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:

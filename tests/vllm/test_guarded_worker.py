@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gk_adapters.vllm.handshake_channel import HandshakeListener, encode_payload
 from gk_adapters.vllm.hma import HmaPlanner, layer_name
 from gk_adapters.vllm.served import free_ports
 from gk_core.ports import Endpoint
+from tests.vllm.deployment import eventually
 from tests.vllm.engine_configs import engine_config, transfer_config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nixl]
@@ -80,6 +81,8 @@ class Halves:
         self.checkpoint, self.port = checkpoint, free_ports(1)[0]
         self.consumer = Half(checkpoint, "D", "kv_consumer", seed=2)
         self.producer, self.listener = self._producer(seed=1)
+        self.sent: list[str] = []
+        self.received: list[str] = []
 
     def _producer(self, seed: int) -> tuple[Half, HandshakeListener]:
         half = Half(self.checkpoint, "P", "kv_producer", seed=seed)
@@ -124,10 +127,25 @@ class Halves:
         return metadata
 
     def step(self) -> set[str]:
-        """One step without new requests."""
+        """One step without new requests: what the consumer reports of it."""
         self.consumer.worker.start_load_kv(self._metadata())
-        self.producer.finished()
-        return self.consumer.finished()[1]
+        self.sent += self.producer.finished()[0]
+        received = self.consumer.finished()[1]
+        self.received += received
+        return received
+
+    def run_until(self, condition: Callable[[], object]) -> None:
+        """Step until it holds.
+
+        Raises:
+            AssertionError: it never did.
+        """
+
+        def stepped() -> bool:
+            self.step()
+            return bool(condition())
+
+        eventually(stepped, PATIENCE_SECONDS)
 
     def wait_for(self, request_id: str) -> None:
         """Until the consumer reports it.
@@ -135,10 +153,7 @@ class Halves:
         Raises:
             AssertionError: it does not.
         """
-        end = time.monotonic() + PATIENCE_SECONDS
-        while request_id not in self.step():
-            assert time.monotonic() < end, f"{request_id} was never reported"
-            time.sleep(0.002)
+        self.run_until(lambda: request_id in self.received)
 
     def arrived(self, local: tuple[list[int], ...], remote: tuple[list[int], ...]) -> bool:
         """Whether every pair of blocks has the same bytes in both buffers."""
@@ -183,14 +198,8 @@ def test_a_read_brings_the_blocks_and_tells_the_producer(halves: Halves) -> None
     """Pair by pair, and no block fails."""
     halves.producer.worker._reqs_to_process.add("p-r")
     halves.ask("r")
-    sent: set[str] = set()
-    end = time.monotonic() + PATIENCE_SECONDS
-    received: set[str] = set()
-    while not (sent and received) and time.monotonic() < end:
-        halves.consumer.worker.start_load_kv(halves._metadata())
-        received |= halves.consumer.finished()[1]
-        sent |= halves.producer.finished()[0]
-    assert (sent, received) == ({"p-r"}, {"r"})
+    halves.run_until(lambda: halves.sent and halves.received)
+    assert (halves.sent, halves.received) == (["p-r"], ["r"])
     assert halves.arrived(LOCAL, REMOTE)
     assert halves.consumer.failed_blocks == set()
 
@@ -276,14 +285,8 @@ def test_blocks_that_are_missing_over_there_are_reported_and_the_rest_is_let_go(
     """What the scheduler half found that it cannot pair: nothing is read, the producer hears that it may let go."""
     halves.producer.worker._reqs_to_process.add("p-r")
     halves.ask("r", local=(), remote=(), missing={1, 2})
-    sent: set[str] = set()
-    received: list[str] = []
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not sent and time.monotonic() < end:
-        halves.consumer.worker.start_load_kv(halves._metadata())
-        received += halves.consumer.finished()[1]
-        sent |= halves.producer.finished()[0]
-    assert (sent, received) == ({"p-r"}, ["r"])
+    halves.run_until(lambda: halves.sent)
+    assert (halves.sent, halves.received) == (["p-r"], ["r"])
     assert halves.consumer.failed_blocks == {1, 2}
 
 
@@ -319,12 +322,8 @@ def test_notices_that_are_none_do_not_end_the_producer(halves: Halves, notice: b
     (name,) = halves.consumer.worker._remote_agents["P"].values()
     halves.consumer.agent.send_notif(name, notif_msg=notice)
     halves.consumer.agent.send_notif(name, notif_msg=b"p-r:1")
-    sent: set[str] = set()
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not sent and time.monotonic() < end:
-        sent |= halves.producer.finished()[0]
-        halves.consumer.finished()
-    assert sent == {"p-r"}
+    halves.run_until(lambda: halves.sent)
+    assert halves.sent == ["p-r"]
 
 
 def test_leases_end_in_any_order(halves: Halves) -> None:

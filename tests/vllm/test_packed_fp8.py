@@ -10,7 +10,7 @@ import pytest
 from gk_adapters.vllm.boundary_sweep import SweepSettings, Targets, parse_lengths, sweep
 from gk_adapters.vllm.served import Server, free_ports, post_json, started_servers
 from gk_adapters.vllm.server_command import ServerKind
-from tests.vllm.deployment import QUIET, server_settings, tokens_of
+from tests.vllm.deployment import QUIET, completion_body, server_settings, tokens_of
 from tests.vllm.test_deployment import make_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nixl]
@@ -53,12 +53,9 @@ def test_what_the_kernel_writes_alone_is_what_prefill_writes(
     wanted, replayed = (
         post_json(
             f"{server.url}/v1/completions",
-            {
-                "model": str(bf16_checkpoint), "prompt": make_prompt(200, seed=4), "temperature": 0, "max_tokens": 12,
-                "return_token_ids": True, "ignore_eos": True, "cache_salt": "alone",
-            },
+            {**completion_body(str(bf16_checkpoint), make_prompt(200, seed=4), max_tokens=12), "cache_salt": "alone"},
         )
         for server in packed
-    )  # fmt: skip
+    )
     assert tokens_of(replayed) == tokens_of(wanted)
     assert len(tokens_of(wanted)) == 12

@@ -12,7 +12,7 @@ from gk_adapters.random_checkpoint import SMALL, write_random_checkpoint
 from gk_adapters.vllm.boundary_sweep import SweepSettings, Targets, parse_lengths, sweep
 from gk_adapters.vllm.served import Server, free_ports, post_json, started_servers
 from gk_adapters.vllm.server_command import ServerKind
-from tests.vllm.deployment import QUIET, eventually, server_settings, tokens_of
+from tests.vllm.deployment import QUIET, completion_body, eventually, metric_of, server_settings, tokens_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,13 +29,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decoded_alone(server: Server, checkpoint: Path) -> bool:
     """One step of a server, whatever comes of it."""
-    body = {"model": str(checkpoint), "prompt": [3, 4, 5], "max_tokens": 2, "return_token_ids": True}
+    body = completion_body(str(checkpoint), [3, 4, 5], max_tokens=2)
     return bool(tokens_of(post_json(f"{server.url}/v1/completions", body)))
-
-
-def pulls_of(server: Server) -> float:
-    """Good pulls of a decode server, over all its ranks."""
-    return sum(map(float, re.findall(r"^gk_pulls_done_total\S* (\S+)$", server.text("/metrics"), re.MULTILINE)))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +60,13 @@ def test_every_boundary_length_is_what_one_engine_answers(
         targets = Targets(prefill=servers[0].url, decode=servers[1].url, single=servers[0].url, model=str(checkpoint))
         report = sweep(targets, SweepSettings(lengths=LENGTHS, num_tokens=4, workers=2))
         # A worker's counts come with the steps that follow.
-        eventually(lambda: decoded_alone(servers[1], checkpoint) and pulls_of(servers[1]) >= len(LENGTHS) - 1, 30)
+        eventually(
+            lambda: (
+                decoded_alone(servers[1], checkpoint)
+                and metric_of(servers[1], "gk_pulls_done_total") >= len(LENGTHS) - 1
+            ),
+            30,
+        )
         registered = [re.findall(r"(\d+) bytes each: K and V of 2 group buffers", s.log.read_text()) for s in servers]
     assert report.as_json()["errors"] == {}
     assert report.differing_lengths == ()
